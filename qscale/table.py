@@ -1,0 +1,366 @@
+"""The measurement table: one row for one checkpoint under one quantizer setting and protocol.
+
+It is all that the measuring and the modelling side share. This module states its columns with their
+units and plausible ranges, reads and checks files, and writes them atomically.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pandas as pd
+
+from qscale.errors import TableError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import pandera.pandas as pa
+
+Kind = Literal["number", "text", "flag"]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of the measurement table.
+
+    Parameters
+    ----------
+    name
+        Name of the column, the same in files, arguments, flags and plot labels.
+    kind
+        ``number``, ``text`` or ``flag`` (true/false). Every column may hold nulls.
+    unit
+        Unit of a number; empty for text.
+    meaning
+        One sentence.
+    low, high
+        Inclusive range outside which a value is taken for a mistake.
+    allowed
+        The values a text column may hold, if they are a closed list.
+    hint
+        What most often causes a value out of range.
+    """
+
+    name: str
+    kind: Kind
+    unit: str
+    meaning: str
+    low: float | None = None
+    high: float | None = None
+    allowed: tuple[str, ...] = ()
+    hint: str = ""
+
+
+STATUSES = ("ok", "nonfinite", "collapsed", "degraded", "failed")
+_COUNT = "Counts are in units: write 125e6 for 125 million."
+_LOSS = "Losses are in nats per token; take the logarithm of a perplexity."
+
+# fmt: off
+COLUMNS: dict[str, Column] = {
+    column.name: column
+    for column in (
+        # who was measured
+        Column("family", "text", "", "Model family"),
+        Column("run", "text", "", "One training run; rows of one run share its noise"),
+        Column("checkpoint", "text", "", "One set of weights: content hash, or model name if unknown"),
+        Column("source", "text", "", "Where the row came from"),
+        Column("protocol", "text", "", "Evaluation protocol; losses compare only within one"),
+        Column("status", "text", "", "Whether the row is usable", allowed=STATUSES),
+        Column("status_reason", "text", "", "Why the status is not ok"),
+        # size and training
+        Column("n_params", "number", "parameters", "Non-embedding parameters", 1e3, 1e14, hint=_COUNT),
+        Column("n_params_total", "number", "parameters", "All parameters", 1e3, 1e14, hint=_COUNT),
+        Column("tokens", "number", "tokens", "Training tokens seen at this checkpoint", 1e4, 1e16, hint=_COUNT),
+        Column("step", "number", "steps", "Optimizer steps at this checkpoint", 0),
+        Column("lr_peak", "number", "", "Peak learning rate", 1e-8, 10),
+        Column("lr", "number", "", "Learning rate at this checkpoint", 0, 10),
+        Column("lr_schedule", "text", "", "Schedule: constant, cosine, wsd, linear"),
+        Column("decay_fraction", "number", "", "Share of the learning-rate decay already done", 0, 1),
+        Column("lr_sum", "number", "", "Sum of the learning rate over steps", 0),
+        Column("weight_decay", "number", "", "Decoupled weight decay", 0, 10),
+        Column("batch_tokens", "number", "tokens", "Tokens per optimizer step", 1),
+        Column("optimizer", "text", "", "Optimizer"),
+        Column("averaging", "text", "", "Weight averaging: none, ema, lawa, soup"),
+        # quantizer setting
+        Column("method", "text", "", "Quantization method: rtn, gptq, awq, ..."),
+        Column("method_kind", "text", "", "Training used by the method", allowed=("ptq", "ptq+ft", "qat")),
+        Column("fmt", "text", "", "Number format: int, mxint, nvfp4, nf4, vector, gguf, ..."),
+        Column("bits", "number", "bits", "Nominal bits per weight element", 0.5, 32),
+        Column("group_size", "number", "elements", "Elements sharing a scale; null means one per row", 1),
+        Column("symmetric", "flag", "", "Whether zero is the middle of the grid"),
+        Column("scale_rule", "text", "", "How the scale follows from the group's values"),
+        Column("bits_per_weight", "number", "bits", "What is stored, scales and zeros included", 0.1, 40),
+        Column("n_quantized", "number", "matrices", "Number of quantized matrices", 0),
+        # outcome
+        Column("loss_fp", "number", "nats/token", "Loss before quantization", 0, 50, hint=_LOSS),
+        Column("loss_fp_se", "number", "nats/token", "Standard error of loss_fp", 0),
+        Column("loss_q", "number", "nats/token", "Loss after quantization", 0, 1e4, hint=_LOSS),
+        Column("delta_loss", "number", "nats/token", "loss_q - loss_fp on the same tokens", -50, 1e4),
+        Column("delta_loss_se", "number", "nats/token", "Paired standard error of delta_loss", 0),
+        Column("relative_delta", "number", "", "delta_loss / loss_fp", -1, 1e4),
+        Column("kl", "number", "nats/token", "Mean KL(p_fp || p_q)", -1e-3),
+        Column("kl_se", "number", "nats/token", "Standard error of kl", 0),
+        Column("top1_agreement", "number", "", "Share of positions with the same top token", 0, 1),
+        Column("scored_tokens", "number", "tokens", "Tokens the losses are means over", 1),
+        # features of the checkpoint and of the quantization error
+        Column("grad_norm", "number", "", "Norm of the mean loss's gradient", 0),
+        Column("hessian_trace", "number", "", "Trace of the mean loss's Hessian over block matrices"),
+        Column("hessian_trace_se", "number", "", "Standard error of hessian_trace over probes", 0),
+        Column("ggn_trace", "number", "", "Trace of the Gauss-Newton matrix over block matrices", 0),
+        Column("ggn_trace_se", "number", "", "Standard error of ggn_trace over probes", 0),
+        Column("curvature_tokens", "number", "tokens", "Tokens the curvature was estimated on", 1),
+        Column("backward_passes", "number", "passes", "Backward passes spent on ggn_trace", 0),
+        Column("quadratic_delta", "number", "nats/token", "Zero-fit prediction of delta_loss", 0),
+        Column("weight_norm", "number", "", "Frobenius norm of the quantized matrices together", 0),
+        Column("weight_rms", "number", "", "Root mean square of the quantized weights", 0),
+        Column("quantization_noise", "number", "", "Sum of ||W - Q(W)||^2 over quantized matrices", 0),
+        Column("sqnr_db", "number", "dB", "Signal-to-quantization-noise ratio of the weights"),
+    )
+}
+# fmt: on
+
+_SUFFIXES = (".csv", ".csv.gz", ".csv.xz", ".parquet")
+
+
+def read(path: str | Path, mapping: Mapping[str, str] | None = None) -> pd.DataFrame:
+    """Read a measurement table from CSV or parquet, rename columns and check every value.
+
+    Parameters
+    ----------
+    path
+        ``.csv`` (also ``.gz``, ``.xz``) or ``.parquet``.
+    mapping
+        ``{"tokens": "D"}`` reads the file's column ``D`` as ``tokens``.
+
+    Returns
+    -------
+    pandas.DataFrame
+        The rows in file order. Known columns have the dtype their kind asks for; unknown columns
+        are kept as they are.
+
+    Raises
+    ------
+    TableError
+        If the file cannot be read, is empty, lacks a mapped column or holds an implausible value.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise TableError(
+            f"{path}: no such file. Give a .csv or .parquet table or a dataset's name."
+        )
+    if not path.name.endswith(_SUFFIXES):
+        raise TableError(f"{path}: a table must end in one of {', '.join(_SUFFIXES)}.")
+    try:
+        frame = pd.read_parquet(path) if path.suffix == ".parquet" else _read_csv(path)
+    except (ValueError, OSError, EOFError) as error:
+        reason = str(error).splitlines()[0]
+        raise TableError(f"{path}: cannot be read as a table ({reason}).") from error
+    return check(rename(frame, mapping or {}, str(path)), str(path))
+
+
+def _read_csv(path: Path) -> pd.DataFrame:
+    """Read a CSV, refusing what pandas would quietly turn into a frame of one text column."""
+    frame = pd.read_csv(path, float_precision="round_trip", low_memory=False)
+    if len(frame.columns) < 2:
+        raise ValueError(f"only one column, {str(frame.columns[0])[:40]!r}; is this a CSV table?")
+    return frame
+
+
+def rename(frame: pd.DataFrame, mapping: Mapping[str, str], where: str) -> pd.DataFrame:
+    """Rename the user's columns to the table's; ``{"tokens": "D"}`` reads ``D`` as ``tokens``.
+
+    Raises
+    ------
+    TableError
+        If a mapped column is missing or its new name is already taken.
+    """
+    for name, theirs in mapping.items():
+        if theirs not in frame.columns:
+            raise TableError(
+                f"{where}: no column {theirs!r} to read {name!r} from. "
+                f"Columns are: {', '.join(map(str, frame.columns))}."
+            )
+        if name in frame.columns and name != theirs:
+            raise TableError(
+                f"{where}: cannot read {theirs!r} as {name!r}, the table has a column {name!r} too."
+            )
+    return frame.rename(columns={theirs: name for name, theirs in mapping.items()})
+
+
+def check(frame: pd.DataFrame, where: str = "table") -> pd.DataFrame:
+    """Give known columns their dtype and check their values.
+
+    Parameters
+    ----------
+    frame
+        A candidate measurement table; not modified.
+    where
+        Name of the table for messages.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A copy with numbers as float64, flags as nullable booleans and text as strings.
+
+    Raises
+    ------
+    TableError
+        If the table has no rows, a value is of the wrong kind, infinite or out of its range. The
+        message names the table, the row (counted from 1, header not counted) and the column.
+    """
+    if frame.empty:
+        raise TableError(f"{where}: the table has no rows.")
+    duplicated = frame.columns[frame.columns.duplicated()]
+    if len(duplicated):
+        raise TableError(f"{where}: column {duplicated[0]!r} appears twice.")
+    frame = frame.copy()
+    for name in frame.columns.intersection(list(COLUMNS)):
+        frame[name] = _as_kind(frame[name], COLUMNS[name], where)
+    _check_ranges(frame, where)
+    return frame
+
+
+def _as_kind(values: pd.Series, column: Column, where: str) -> pd.Series:
+    """Convert one column to the dtype of its kind or raise naming the first bad row."""
+    if column.kind == "text":
+        return values.astype("string").astype(object).where(values.notna(), None)
+    if column.kind == "flag":
+        flags = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+        converted = values.astype("string").str.strip().str.lower().map(flags).astype("boolean")
+    else:
+        converted = pd.to_numeric(values, errors="coerce").astype("float64")
+        infinite = np.isinf(converted.to_numpy())
+        if infinite.any():
+            row = int(np.flatnonzero(infinite)[0])
+            raise TableError(
+                f"{where}: row {row + 1}, column {column.name!r} is infinite. "
+                "Leave it empty and set status to nonfinite."
+            )
+    bad = (converted.isna() & values.notna()).to_numpy(dtype=bool)
+    if bad.any():
+        row = int(np.flatnonzero(bad)[0])
+        expected = (
+            "true or false" if column.kind == "flag" else f"a number ({column.unit or 'no unit'})"
+        )
+        raise TableError(
+            f"{where}: row {row + 1}, column {column.name!r} must be {expected}. "
+            f"Got {values.iloc[row]!r} instead."
+        )
+    return converted
+
+
+def _check_ranges(frame: pd.DataFrame, where: str) -> None:
+    """Check values against the schema and report the first failure in one sentence."""
+    import pandera.errors  # noqa: PLC0415 - half a second, needed only when a table is read
+
+    try:
+        schema().validate(frame, lazy=True)
+    except pandera.errors.SchemaErrors as error:
+        first = error.failure_cases.iloc[0]
+        column = COLUMNS[str(first["column"])]
+        row = frame.index.get_loc(first["index"]) + 1 if first["index"] is not None else "?"
+        expected = _expected(column)
+        raise TableError(
+            f"{where}: row {row}, column {column.name!r} must be {expected}. "
+            f"Got {first['failure_case']} instead"
+            + (
+                f" (and {len(error.failure_cases) - 1} more)."
+                if len(error.failure_cases) > 1
+                else "."
+            )
+            + (f" {column.hint}" if column.hint else "")
+        ) from None
+
+
+def _expected(column: Column) -> str:
+    """Say in words what a column may hold."""
+    if column.allowed:
+        return f"one of {', '.join(column.allowed)}"
+    unit = f" {column.unit}" if column.unit else ""
+    if column.low is not None and column.high is not None:
+        return f"between {column.low:g} and {column.high:g}{unit}"
+    return f"at least {column.low:g}{unit}"
+
+
+def schema() -> pa.DataFrameSchema:
+    """Return the table's pandera schema: every column optional and nullable, values in range."""
+    import pandera.pandas as pa  # noqa: PLC0415 - half a second, needed only when a table is read
+
+    def checks(column: Column) -> list[pa.Check]:
+        found = []
+        if column.low is not None:
+            found.append(pa.Check.ge(column.low))
+        if column.high is not None:
+            found.append(pa.Check.le(column.high))
+        if column.allowed:
+            found.append(pa.Check.isin(column.allowed))
+        return found
+
+    return pa.DataFrameSchema(
+        {
+            name: pa.Column(
+                None, checks(column), nullable=True, required=False, description=column.meaning
+            )
+            for name, column in COLUMNS.items()
+        }
+    )
+
+
+def require(frame: pd.DataFrame, columns: Sequence[str], where: str) -> None:
+    """Raise unless every column is present and holds at least one value.
+
+    Raises
+    ------
+    TableError
+        Naming the first column that is missing or empty, and how to map another to it.
+    """
+    for name in columns:
+        meaning = COLUMNS[name].meaning if name in COLUMNS else "named by the law"
+        if name not in frame.columns:
+            raise TableError(
+                f"{where}: no column {name!r} ({meaning}). Columns are: "
+                f"{', '.join(map(str, frame.columns))}. "
+                f"Use --map {name}=THEIR_NAME if it has another name."
+            )
+        if frame[name].isna().all():
+            raise TableError(f"{where}: column {name!r} ({meaning}) is empty in every row.")
+
+
+def write(frame: pd.DataFrame, path: str | Path) -> None:
+    """Write a table to ``.csv`` or ``.parquet``; readers see the old file or the new, never a part.
+
+    Raises
+    ------
+    TableError
+        If the suffix is neither.
+    """
+    path = Path(path)
+    if not path.name.endswith(_SUFFIXES):
+        raise TableError(f"{path}: a table must end in one of {', '.join(_SUFFIXES)}.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The suffix is kept so that pandas still sees which compression is asked for.
+    handle, name = tempfile.mkstemp(prefix=".", suffix=f".{path.name}", dir=path.parent)
+    os.close(handle)
+    partial = Path(name)
+    try:
+        if path.suffix == ".parquet":
+            frame.to_parquet(partial, index=False)
+        else:
+            frame.to_csv(partial, index=False)
+        partial.chmod(0o644)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def from_rows(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Build a table from row mappings, known columns first and in the schema's order."""
+    frame = pd.DataFrame(list(rows))
+    known = [name for name in COLUMNS if name in frame.columns]
+    return frame[known + [name for name in frame.columns if name not in COLUMNS]]
