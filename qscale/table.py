@@ -264,7 +264,7 @@ def _check_ranges(frame: pd.DataFrame, where: str) -> None:
     except pandera.errors.SchemaErrors as error:
         first = error.failure_cases.iloc[0]
         column = COLUMNS[str(first["column"])]
-        row = frame.index.get_loc(first["index"]) + 1 if first["index"] is not None else "?"
+        row = list(frame.index).index(first["index"]) + 1
         expected = _expected(column)
         raise TableError(
             f"{where}: row {row}, column {column.name!r} must be {expected}. "

@@ -1,0 +1,159 @@
+"""Which rows of a table a law can be fitted to, and why the others are set aside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from qscale.errors import FitError, TableError
+from qscale.laws import columns_of
+from qscale.table import require
+
+if TYPE_CHECKING:
+    from qscale.laws import Law
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """Rows that took no part in a fit, and the reason in words."""
+
+    reason: str
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The rows a law is fitted to.
+
+    Parameters
+    ----------
+    frame
+        Usable rows, index reset.
+    clusters
+        Integer cluster of each row, shape (n,); rows of one cluster share their noise.
+    set_aside
+        Why the other rows were left out, in the order of the checks.
+    """
+
+    frame: pd.DataFrame
+    clusters: np.ndarray
+    set_aside: tuple[SetAside, ...]
+
+
+def select(
+    frame: pd.DataFrame, law: Law, *, where: str | None, cluster: str, name: str = "table"
+) -> Selection:
+    """Keep the rows with status ok, all columns of the law and a positive target.
+
+    Parameters
+    ----------
+    frame
+        A measurement table.
+    law
+        The law to be fitted; its columns and target must be present.
+    where
+        A pandas query such as ``"method == 'gptq' and bits >= 3"``.
+    cluster
+        Column whose values mark rows with shared noise; rows without a value stand alone.
+    name
+        Name of the table for messages.
+
+    Raises
+    ------
+    TableError
+        If a column is missing or empty, or the query cannot be evaluated.
+    FitError
+        If no usable row is left.
+    """
+    require(frame, (*law.columns, law.target), name)
+    if cluster not in frame.columns:
+        raise TableError(f"{name}: no column {cluster!r} to cluster by; choose one with --cluster.")
+    reasons: list[SetAside] = []
+
+    def keep(rows: pd.DataFrame, mask: np.ndarray, reason: str) -> pd.DataFrame:
+        dropped = int((~mask).sum())
+        if dropped:
+            reasons.append(SetAside(reason, dropped))
+        return rows[mask]
+
+    if where:
+        frame = keep(frame, _matches(frame, where, name), f"not {where}")
+    if "status" in frame.columns:
+        for status in sorted(set(frame["status"].dropna()) - {"ok"}):
+            frame = keep(frame, (frame["status"] != status).to_numpy(), f"status is {status}")
+    for column in (*law.columns, law.target):
+        frame = keep(frame, frame[column].notna().to_numpy(), f"{column} is not known")
+    positive = (frame[law.target] > 0).to_numpy()
+    frame = keep(frame, positive, f"{law.target} is not above zero and has no logarithm")
+    frame = keep(frame, _in_domain(frame, law), "a column is outside the law's domain")
+    if frame.empty:
+        raise FitError(f"{name}: no row is left to fit {law.name!r} to. {explain(reasons)}")
+    frame = frame.reset_index(drop=True)
+    return Selection(frame, _cluster_codes(frame[cluster]), tuple(reasons))
+
+
+def explain(set_aside: list[SetAside] | tuple[SetAside, ...]) -> str:
+    """Say in one sentence which rows were set aside and why."""
+    if not set_aside:
+        return "No row was set aside."
+    return f"Set aside: {'; '.join(f'{s.rows} rows because {s.reason}' for s in set_aside)}."
+
+
+def _matches(frame: pd.DataFrame, where: str, name: str) -> np.ndarray:
+    """Evaluate the query to a boolean mask."""
+    try:
+        mask = frame.eval(where, engine="python")
+    except Exception as error:  # pandas raises many types for a query that cannot be evaluated
+        raise TableError(f"{name}: --where {where!r} cannot be evaluated ({error}).") from error
+    mask = np.asarray(pd.Series(mask, index=frame.index).fillna(False))
+    if mask.dtype != bool:
+        raise TableError(f"{name}: --where {where!r} must be true or false for each row.")
+    return mask
+
+
+def _in_domain(frame: pd.DataFrame, law: Law) -> np.ndarray:
+    """Rows at which every factor has a finite gradient, as with the log of a positive number."""
+    if frame.empty:
+        return np.ones(0, dtype=bool)
+    start = np.array([[p.internal(p.starts[0]) for p in law.parameters]])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gradient = law.gradient(start, columns_of(law, frame))[0]
+    return np.broadcast_to(np.isfinite(gradient).all(axis=1), len(frame))
+
+
+def _cluster_codes(values: pd.Series) -> np.ndarray:
+    """Return cluster numbers from zero; a row without a value gets a number of its own."""
+    codes, levels = pd.factorize(values)
+    missing = codes < 0
+    codes[missing] = len(levels) + np.arange(missing.sum())
+    return codes
+
+
+def check_levels(law: Law, frame: pd.DataFrame, fixed: set[str], name: str) -> None:
+    """Raise if a column has too few distinct values to tell a factor's parameters.
+
+    Raises
+    ------
+    FitError
+        Naming the column, its values and what to do.
+    """
+    for factor in law.factors:
+        free = [p.name for p in factor.parameters if p.name not in fixed]
+        for column, needed in factor.levels_needed.items():
+            found = np.unique(frame[column])
+            if free and len(found) < needed:
+                values = ", ".join(f"{value:g}" for value in found)
+                raise FitError(
+                    f"{name}: column {column!r} has {len(found)} distinct value ({values}) in the "
+                    f"{len(frame)} usable rows, but {', '.join(free)} of law {law.name!r} needs at "
+                    f"least {needed}. Add rows, or hold it with --fix {free[0]}=VALUE."
+                )
+    free_total = len([n for n in law.names if n not in fixed])
+    if len(frame) <= free_total:
+        raise FitError(
+            f"{name}: {len(frame)} usable rows cannot determine the {free_total} parameters of law "
+            f"{law.name!r}; at least {free_total + 1} are needed."
+        )

@@ -1,0 +1,279 @@
+"""Factors: the terms that a law adds up on the log scale, each with its analytic gradient.
+
+A law predicts ``log y = sum of factors``. A factor is evaluated for many parameter vectors at
+once: with ``theta`` of shape (S, p) and columns of shape (n,), its value has shape (S, n) and its
+gradient (S, n, p). Amplitudes and decay constants must be positive; the solver sees their log.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    Array = np.ndarray
+    Columns = Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of a factor.
+
+    Parameters
+    ----------
+    name
+        Name in results, options and files.
+    symbol
+        LaTeX symbol.
+    low, high
+        Bounds on the natural scale; an estimate that ends on one is reported as a bound hit.
+    starts
+        Natural-scale values from which the multi-start search begins.
+    positive
+        Whether the solver works with the logarithm.
+    """
+
+    name: str
+    symbol: str
+    low: float
+    high: float
+    starts: tuple[float, ...]
+    positive: bool = False
+
+    def internal(self, value: float) -> float:
+        """Return the solver's value for a natural-scale ``value``."""
+        return float(np.log(value)) if self.positive else float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One additive term of the log of a law.
+
+    Parameters
+    ----------
+    kind, options
+        Name of the constructor in `FACTORS` and its arguments; together they rebuild the factor.
+    columns
+        Columns of the measurement table it reads.
+    parameters
+        Its parameters in the order of the last axis of ``theta``.
+    value, gradient
+        Functions of internal parameters, shape (S, p), and columns, shape (n,) each; they return
+        arrays of shape (S, n) and (S, n, p).
+    latex
+        The factor on the natural scale, as LaTeX.
+    levels_needed
+        ``{column: distinct values}`` without which the parameters cannot be told apart.
+    """
+
+    kind: str
+    options: dict[str, Any]
+    columns: tuple[str, ...]
+    parameters: tuple[Parameter, ...]
+    value: Callable[[Array, Columns], Array]
+    gradient: Callable[[Array, Columns], Array]
+    latex: str
+    levels_needed: dict[str, int]
+
+
+SYMBOLS = {
+    "n_params": "N",
+    "tokens": "D",
+    "bits": "P",
+    "bits_per_weight": "P",
+    "group_size": "G",
+    "lr_peak": r"\eta",
+    "quadratic_delta": "q",
+}
+
+
+def _linear(
+    kind: str,
+    options: dict[str, Any],
+    columns: tuple[str, ...],
+    parameter: Parameter,
+    basis: Callable[[Columns], Array],
+    latex: str,
+) -> Factor:
+    """Build a factor ``theta * basis(columns)`` with one parameter."""
+    return Factor(
+        kind=kind,
+        options=options,
+        columns=columns,
+        parameters=(parameter,),
+        value=lambda theta, data: theta * basis(data),
+        gradient=lambda theta, data: np.broadcast_to(
+            basis(data)[:, None], (len(theta), len(basis(data)), 1)
+        ),
+        latex=latex,
+        levels_needed=dict.fromkeys(columns, 2),
+    )
+
+
+def constant(name: str = "k", symbol: str | None = None) -> Factor:
+    """Amplitude ``k`` of a law, positive."""
+    parameter = Parameter(name, symbol or name, 1e-30, 1e30, (1.0,), positive=True)
+    return Factor(
+        kind="constant",
+        options={"name": name, "symbol": symbol},
+        columns=(),
+        parameters=(parameter,),
+        value=lambda theta, _: theta,
+        gradient=lambda theta, _: np.ones((len(theta), 1, 1)),
+        latex=parameter.symbol,
+        levels_needed={},
+    )
+
+
+def power(column: str, name: str, symbol: str | None = None, sign: int = 1) -> Factor:
+    """Power law ``column ** (sign * name)``, as in Ouyang et al. (arXiv:2411.17691)."""
+    symbol = symbol or f"\\{name}"
+    minus = "-" if sign < 0 else ""
+    return _linear(
+        "power",
+        {"column": column, "name": name, "symbol": symbol, "sign": sign},
+        (column,),
+        Parameter(name, symbol, -30.0, 30.0, (0.1, 1.0)),
+        lambda data: sign * np.log(data[column]),
+        f"{SYMBOLS.get(column, column)}^{{{minus}{symbol}}}",
+    )
+
+
+def exponential(column: str, name: str, symbol: str | None = None) -> Factor:
+    """Exponential fall ``exp(-column / name)``, Kumar et al. (arXiv:2411.04330) for bits."""
+    symbol = symbol or f"\\{name}"
+    return Factor(
+        kind="exponential",
+        options={"column": column, "name": name, "symbol": symbol},
+        columns=(column,),
+        parameters=(Parameter(name, symbol, 0.02, 200.0, (0.3, 1.0, 3.0), positive=True),),
+        value=lambda theta, data: -data[column] * np.exp(-theta),
+        gradient=lambda theta, data: (data[column] * np.exp(-theta))[:, :, None],
+        latex=f"e^{{-{SYMBOLS.get(column, column)}/{symbol}}}",
+        levels_needed={column: 2},
+    )
+
+
+def log_power(column: str, name: str, symbol: str | None = None) -> Factor:
+    """Power of a binary logarithm ``log2(column) ** name``, Chen et al. (arXiv:2505.14302)."""
+    symbol = symbol or f"\\{name}"
+    return _linear(
+        "log_power",
+        {"column": column, "name": name, "symbol": symbol},
+        (column,),
+        Parameter(name, symbol, -30.0, 30.0, (0.1, 1.0)),
+        lambda data: np.log(np.log2(data[column])),
+        f"(\\log_2 {SYMBOLS.get(column, column)})^{{{symbol}}}",
+    )
+
+
+def anneal(name: str = "c", symbol: str | None = None) -> Factor:
+    """Learning-rate decay ``exp(c * (1 - lr / lr_peak))``: one in the stable phase, e^c at its end.
+
+    The form is this project's own; that decay raises quantization error is the finding of
+    Catalan-Tatjer, Ajroldi and Geiping (arXiv:2510.06213).
+    """
+    factor = _linear(
+        "anneal",
+        {"name": name, "symbol": symbol},
+        ("lr", "lr_peak"),
+        Parameter(name, symbol or name, -30.0, 30.0, (0.0, 1.0)),
+        lambda data: 1.0 - data["lr"] / data["lr_peak"],
+        f"e^{{{symbol or name}(1-\\eta_t/\\eta)}}",
+    )
+    return _with_levels(factor, {"lr": 2})
+
+
+def offset(column: str, levels: tuple[str, ...]) -> Factor:
+    """One multiplier for each level of a text column; their geometric mean is one.
+
+    The last level's log multiplier is minus the sum of the others, so the amplitude of the law is
+    that of the average level.
+    """
+    levels = tuple(levels)
+    parameters = tuple(
+        Parameter(f"{column}[{level}]", f"o_{{{i + 1}}}", -30.0, 30.0, (0.0,))
+        for i, level in enumerate(levels[:-1])
+    )
+
+    def basis(data: Columns) -> Array:
+        hit = np.stack([data[column] == level for level in levels], axis=1).astype(float)
+        known = hit.any(axis=1, keepdims=True)  # an unseen level gets the average
+        return np.where(known, hit[:, :-1] - hit[:, -1:], 0.0)
+
+    return Factor(
+        kind="offset",
+        options={"column": column, "levels": list(levels)},
+        columns=(column,),
+        parameters=parameters,
+        value=lambda theta, data: theta @ basis(data).T,
+        gradient=lambda theta, data: np.broadcast_to(basis(data), (len(theta), *basis(data).shape)),
+        latex=rf"o_{{\mathrm{{{column}}}}}",
+        levels_needed={},
+    )
+
+
+def chinchilla() -> Factor:
+    """Sum ``E + A / N**alpha + B / D**beta`` on the log scale, Hoffmann et al. (arXiv:2203.15556).
+
+    The logarithm of the sum is taken stably from the logarithms of its terms, as in equation 10.
+    """
+    parameters = (
+        Parameter("A", "A", 1e-10, 1e15, (np.exp(5.0), np.exp(10.0)), positive=True),
+        Parameter("B", "B", 1e-10, 1e15, (np.exp(5.0), np.exp(10.0)), positive=True),
+        Parameter("E", "E", 1e-6, 1e3, (np.exp(-1.0), np.exp(0.5)), positive=True),
+        Parameter("alpha", r"\alpha", 0.0, 5.0, (0.25, 0.75)),
+        Parameter("beta", r"\beta", 0.0, 5.0, (0.25, 0.75)),
+    )
+
+    def terms(theta: Array, data: Columns) -> Array:
+        log_a, log_b, log_e, alpha, beta = theta.T[:, :, None]
+        log_n, log_d = np.log(data["n_params"]), np.log(data["tokens"])
+        stacked = (log_a - alpha * log_n, log_b - beta * log_d, log_e + 0.0 * log_n)
+        return np.stack(np.broadcast_arrays(*stacked))
+
+    def value(theta: Array, data: Columns) -> Array:
+        log_terms = terms(theta, data)
+        top = log_terms.max(axis=0)
+        return top + np.log(np.exp(log_terms - top).sum(axis=0))
+
+    def gradient(theta: Array, data: Columns) -> Array:
+        share = np.exp(terms(theta, data) - value(theta, data))
+        log_n, log_d = np.log(data["n_params"]), np.log(data["tokens"])
+        parts = (share[0], share[1], share[2], -share[0] * log_n, -share[1] * log_d)
+        return np.stack(parts, axis=-1)
+
+    return Factor(
+        kind="chinchilla",
+        options={},
+        columns=("n_params", "tokens"),
+        parameters=parameters,
+        value=value,
+        gradient=gradient,
+        latex=r"(E + A\,N^{-\alpha} + B\,D^{-\beta})",
+        levels_needed={"n_params": 3, "tokens": 3},
+    )
+
+
+def _with_levels(factor: Factor, levels_needed: dict[str, int]) -> Factor:
+    """Return the factor with other identification requirements."""
+    return Factor(
+        factor.kind,
+        factor.options,
+        factor.columns,
+        factor.parameters,
+        factor.value,
+        factor.gradient,
+        factor.latex,
+        levels_needed,
+    )
+
+
+FACTORS: dict[str, Callable[..., Factor]] = {
+    function.__name__: function
+    for function in (constant, power, exponential, log_power, anneal, offset, chinchilla)
+}
