@@ -166,7 +166,7 @@ def read(path: str | Path, mapping: Mapping[str, str] | None = None) -> pd.DataF
 
 def _read_csv(path: Path) -> pd.DataFrame:
     """Read a CSV, refusing what pandas would quietly turn into a frame of one text column."""
-    frame = pd.read_csv(path, float_precision="round_trip", low_memory=False)
+    frame = pd.read_csv(path, low_memory=False)
     if len(frame.columns) < 2:
         raise ValueError(f"only one column, {str(frame.columns[0])[:40]!r}; is this a CSV table?")
     return frame

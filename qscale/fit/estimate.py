@@ -41,6 +41,7 @@ def fit(
     n_boot: int = 1000,
     seed: int = 0,
     name: str = "table",
+    mapping: Mapping[str, str] | None = None,
 ) -> Fit:
     """Fit a law by robust regression of the log target, with cluster-bootstrap uncertainty.
 
@@ -67,6 +68,8 @@ def fit(
         Of the bootstrap.
     name
         Name of the table for messages and the record.
+    mapping
+        How the table's columns were renamed when it was read, for the record.
 
     Returns
     -------
@@ -100,6 +103,7 @@ def fit(
     residuals = problem.observed - problem.value(theta[None])[0]
     free = int((problem.low < problem.high).sum())
     options = {
+        "mapping": dict(mapping or {}),
         "where": where,
         "offset": list(offset),
         "fixed": fixed,
@@ -180,7 +184,7 @@ def _starts(law: Law, problem: Problem) -> Array:
 def _robust_scale(problem: Problem, theta: Array) -> float:
     """Normalised median absolute residual; positive even for data that fit exactly."""
     residuals = problem.observed - problem.value(theta[None])[0]
-    return max(float(np.median(np.abs(residuals))) / 0.6745, 1e-8)
+    return max(float(np.median(np.abs(residuals))) / 0.6745, 1e-6)
 
 
 def _search(

@@ -15,12 +15,12 @@ import pandas as pd
 from qscale.errors import FitError
 from qscale.fit.inference import Scatter
 from qscale.fit.rows import SetAside
-from qscale.laws import Law, from_spec
+from qscale.laws import LAWS, Law, Published, from_spec
 
 FORMAT = 1
 
 STATUS_MEANING = {
-    "converged": "The best minimum was reached from several starts or one, to the tolerance.",
+    "converged": "The gradient is zero to tolerance and every parameter is determined.",
     "bound_hit": "A parameter ended on its bound: its interval is one-sided and the data ask for "
     "another form.",
     "not_identified": "Some parameters cannot be told apart: only their combination is known.",
@@ -156,6 +156,11 @@ class Fit:
             },
             index=pd.Index(self.law.names, name="parameter"),
         )
+
+    def published(self) -> Published | None:
+        """Return the first set of constants published for the law, if there is one."""
+        sets = LAWS[self.law.name].published if self.law.name in LAWS else ()
+        return sets[0] if sets and self.law.target == LAWS[self.law.name].target else None
 
     def to_json(self) -> str:
         """Return the fit as JSON text."""

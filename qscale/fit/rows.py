@@ -43,6 +43,9 @@ class Selection:
     set_aside: tuple[SetAside, ...]
 
 
+_UNKNOWN = {"group_size": "group_size is one scale per row or not known"}
+
+
 def select(
     frame: pd.DataFrame, law: Law, *, where: str | None, cluster: str, name: str = "table"
 ) -> Selection:
@@ -85,7 +88,7 @@ def select(
         for status in sorted(set(frame["status"].dropna()) - {"ok"}):
             frame = keep(frame, (frame["status"] != status).to_numpy(), f"status is {status}")
     for column in (*law.columns, law.target):
-        frame = keep(frame, frame[column].notna().to_numpy(), f"{column} is not known")
+        frame = keep(frame, frame[column].notna().to_numpy(), _UNKNOWN.get(column, f"{column} is not known"))
     positive = (frame[law.target] > 0).to_numpy()
     frame = keep(frame, positive, f"{law.target} is not above zero and has no logarithm")
     frame = keep(frame, _in_domain(frame, law), "a column is outside the law's domain")

@@ -1,1 +1,5 @@
-"""TODO."""
+"""Measure a checkpoint: losses under quantization, curvature and weights. Needs torch."""
+
+from qscale.checkpoint import require_torch
+
+require_torch()

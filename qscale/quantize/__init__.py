@@ -1,1 +1,1 @@
-"""TODO."""
+"""Fake quantization: number formats, their settings and round-to-nearest."""

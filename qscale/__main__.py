@@ -1,0 +1,5 @@
+"""Run the command line with ``python -m qscale``."""
+
+from qscale.cli import main
+
+main()

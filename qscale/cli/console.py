@@ -1,0 +1,107 @@
+"""What the commands share: the console, tables of numbers, parsing of lists and pairs."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from qscale.errors import QscaleError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+# Tables piped to a file must not be squeezed to 80 columns.
+console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Format a number to significant digits; a null prints as a dash.
+
+    Examples
+    --------
+    >>> number(0.123456), number(1.2e12), number(float("nan"))
+    ('0.1235', '1.2e+12', '-')
+    """
+    return "-" if value is None or np.isnan(value) else f"{value:.{digits}g}"
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Build a table whose first column is text and whose others are right-aligned."""
+    drawn = Table(title=title, title_justify="left", title_style="bold", header_style="")
+    for i, column in enumerate(columns):
+        drawn.add_column(column, justify="left" if i == 0 else "right")
+    for row in rows:
+        drawn.add_row(*map(escape, row))
+    return drawn
+
+
+def numbers(text: str, option: str) -> list[float]:
+    """Parse ``3,4`` as numbers.
+
+    Raises
+    ------
+    QscaleError
+        Naming the option and the part that is not a number.
+    """
+    values = []
+    for part in text.split(","):
+        try:
+            values.append(float(part))
+        except ValueError:
+            raise QscaleError(
+                f"{option} must be numbers separated by commas, such as 3,4. Got {part!r} instead."
+            ) from None
+    return values
+
+
+def group_sizes(text: str, option: str = "--group-size") -> list[int | None]:
+    """Parse ``64,128,row`` as group sizes, None standing for one scale per row.
+
+    Raises
+    ------
+    QscaleError
+        Naming the part that is neither a positive whole number nor ``row``.
+    """
+    sizes: list[int | None] = []
+    for part in text.split(","):
+        if part.strip() != "row" and not (part.strip().isdigit() and int(part) > 0):
+            raise QscaleError(
+                f"{option} must be whole numbers or row, such as 64,128,row. Got {part!r} instead."
+            )
+        sizes.append(None if part.strip() == "row" else int(part))
+    return sizes
+
+
+def pairs(items: Iterable[str], option: str) -> dict[str, str]:
+    """Parse ``["tokens=D"]`` as ``{"tokens": "D"}``.
+
+    Raises
+    ------
+    QscaleError
+        Naming the option and the item that is not NAME=VALUE.
+    """
+    found = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        if not (name and equals and value):
+            raise QscaleError(f"{option} must be NAME=VALUE. Got {item!r} instead.")
+        found[name.strip()] = value.strip()
+    return found
+
+
+def refuse_existing(path: Path | None, force: bool) -> None:
+    """Raise before any work if an output is already there.
+
+    Raises
+    ------
+    QscaleError
+        Unless ``force`` is set.
+    """
+    if path is not None and path.exists() and not force:
+        raise QscaleError(f"{path} exists already; choose another --output or add --force.")

@@ -1,0 +1,141 @@
+"""``qscale fit``: fit a law to a measurement table and say how sure the result is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from qscale.cli.console import console, number, pairs, refuse_existing, table
+from qscale.errors import QscaleError
+
+if TYPE_CHECKING:
+    from qscale.fit import Fit
+
+
+def fit(
+    data: str,
+    /,
+    *,
+    law: str,
+    target: str | None = None,
+    map_: Annotated[list[str] | None, Parameter(name="--map")] = None,
+    where: str | None = None,
+    offset: list[str] | None = None,
+    fix: list[str] | None = None,
+    cluster: str = "run",
+    huber_delta: float | None = None,
+    boots: int = 1000,
+    seed: int = 0,
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
+    force: bool = False,
+) -> None:
+    """Fit a law to a measurement table: estimates, intervals, status, and which rows were used.
+
+    Parameters
+    ----------
+    data
+        A .csv or .parquet table, or the name of a shipped dataset (see qscale datasets).
+    law
+        Name of the law (see qscale laws).
+    target
+        Column to predict instead of the law's own, such as relative_delta or kl.
+    map_
+        NAME=THEIRS reads the table's column THEIRS as NAME, such as tokens=D. May be repeated.
+    where
+        Rows to use, as a pandas query such as "method == 'gptq' and bits >= 3".
+    offset
+        Text column with a multiplier for each of its values, such as source. May be repeated.
+    fix
+        PARAMETER=VALUE holds a parameter instead of estimating it. May be repeated.
+    cluster
+        Column whose values mark rows with shared noise; intervals resample whole clusters.
+    huber_delta
+        Log residual at which the loss turns from quadratic to linear. Left out, it is 1.345 robust
+        standard deviations of the residuals.
+    boots
+        Bootstrap refits behind the intervals.
+    seed
+        Of the bootstrap.
+    output
+        Write the fit to this JSON file.
+    force
+        Replace the output if it exists.
+    """
+    from qscale import datasets, table as tables  # noqa: PLC0415
+    from qscale.fit import fit as fit_law  # noqa: PLC0415
+    from qscale.laws import get  # noqa: PLC0415
+
+    chosen = get(law, target)
+    refuse_existing(output, force)
+    if boots < 0 or (huber_delta is not None and huber_delta <= 0):
+        raise QscaleError("--boots must be zero or more and --huber-delta above zero.")
+    mapping = pairs(map_ or [], "--map")
+    result = fit_law(
+        tables.read(datasets.find(data), mapping),
+        chosen,
+        where=where,
+        offset=offset or (),
+        fixed=_values(fix or []),
+        cluster=cluster,
+        huber_delta=huber_delta,
+        n_boot=boots,
+        seed=seed,
+        name=data,
+        mapping=mapping,
+    )
+    summary(result)
+    if output is not None:
+        result.save(output)
+        console.print(f"Written to {output}.")
+
+
+def _values(items: list[str]) -> dict[str, float]:
+    """Parse ``alpha=0.3`` items."""
+    values = {}
+    for name, text in pairs(items, "--fix").items():
+        try:
+            values[name] = float(text)
+        except ValueError:
+            raise QscaleError(f"--fix {name}: must be a number. Got {text!r} instead.") from None
+    return values
+
+
+def summary(result: Fit) -> None:
+    """Print a fit: data, equation, parameters, status."""
+    from qscale.fit import STATUS_MEANING, explain  # noqa: PLC0415
+
+    data, search = result.data, result.search
+    console.print(f"\n[bold]{result.law.name}[/bold]  {result.law.formula}", soft_wrap=True)
+    console.print(
+        f"{data.rows} rows of {data.name} in {data.clusters} clusters ({data.cluster}). "
+        f"{explain(data.set_aside)}",
+        markup=False,
+    )
+    parameters = result.parameters()
+    fixed = data.options["fixed"]
+    published = result.published()
+    rows = [
+        (
+            name,
+            number(row.estimate),
+            "held" if name in fixed else f"{number(row.low)} to {number(row.high)}",
+            number(published.values.get(name)) if published else "-",
+        )
+        for name, row in parameters.iterrows()
+    ]
+    heading = ("parameter", "estimate", "90 % interval", "published")
+    console.print(table("", heading, rows))
+    console.print(
+        f"Status: {search.status} ({search.detail}). {STATUS_MEANING[search.status]} "
+        f"Sum of log-Huber losses {number(search.objective)} at delta {number(search.huber_delta)}; "
+        f"condition number {number(search.condition_number, 2)}; "
+        f"{search.boots_converged} of {search.boots} bootstrap refits over {data.cluster} converged."
+    )
+    if published:
+        console.print(f"Published: {published.source}, {published.setting}.")
+    if data.clusters < 10:
+        console.print(
+            f"Only {data.clusters} clusters: bootstrap intervals are too narrow with so few."
+        )

@@ -1,0 +1,31 @@
+"""``qscale laws``: list the laws, or show one with its published constants."""
+
+from __future__ import annotations
+
+from qscale.cli.console import console, number, table
+
+
+def laws(name: str | None = None, /) -> None:
+    """List the laws with formula and source, or show one in full.
+
+    Parameters
+    ----------
+    name
+        A law to show with its parameters and published constants.
+    """
+    from qscale.laws import LAWS, get  # noqa: PLC0415
+
+    if name is None:
+        rows = [(law.name, law.target, law.formula, law.source) for law in LAWS.values()]
+        drawn = table("Laws", ("law", "predicts", "formula", "source"), rows)
+        for column in drawn.columns:
+            column.justify = "left"
+        console.print(drawn)
+        return
+    law = get(name)
+    console.print(f"[bold]{law.name}[/bold] predicts {law.target}\n  {law.formula}")
+    console.print(f"Source: {law.source}\n{law.note}\nColumns: {', '.join(law.columns)}")
+    for published in law.published:
+        values = ", ".join(f"{key} = {number(v, 6)}" for key, v in published.values.items())
+        console.print(f"\nPublished for {published.setting}: {values}")
+        console.print(f"  {published.source}; {published.verified}.")

@@ -1,0 +1,222 @@
+"""``qscale measure``: a checkpoint folder and a text in, measured rows out."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from qscale.cli.console import console, group_sizes, number, numbers, table
+from qscale.errors import QscaleError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import pandas as pd
+
+    from qscale.quantize.setting import Setting
+
+
+def measure(
+    checkpoint: Path,
+    /,
+    *,
+    text: Path,
+    output: Annotated[Path, Parameter(name=["--output", "--out", "-o"])],
+    bits: str = "2,3,4,5,6,8",
+    group_size: str = "32,64,128,row",
+    asymmetric: bool = False,
+    scale_rule: Literal["restricted", "full"] = "restricted",
+    context: int | None = None,
+    stride: int | None = None,
+    bos: Literal["none", "once", "each_window"] = "none",
+    max_windows: int | None = None,
+    probe_windows: int = 16,
+    probes: int = 6,
+    hessian_rtol: float = 0.1,
+    max_hessian_probes: int = 100,
+    batch_windows: int = 8,
+    seed: int = 0,
+    device: str = "cpu",
+    force: bool = False,
+    family: str | None = None,
+    run: str | None = None,
+    tokens: float | None = None,
+    lr_peak: float | None = None,
+    lr: float | None = None,
+    lr_schedule: str | None = None,
+    decay_fraction: float | None = None,
+    weight_decay: float | None = None,
+    source: str | None = None,
+) -> None:
+    """Measure a checkpoint's loss under quantization, its curvature and its weights.
+
+    Every combination of bits and group size is one row, added to the output as soon as it is
+    measured; rows that are there already are not measured again. Training facts come from the
+    folder's qscale.toml, flags taking precedence. Needs the measure extra.
+
+    Parameters
+    ----------
+    checkpoint
+        Hugging Face folder with safetensors weights and a tokenizer.
+    text
+        UTF-8 text file. Some windows of it serve for curvature, the others for the loss.
+    output
+        Table to add to, .csv or .parquet; curvature by matrix goes to a file beside it.
+    bits
+        Bit widths from 2 to 8, separated by commas.
+    group_size
+        Weights sharing a scale, separated by commas; row is one scale per row.
+    asymmetric
+        Levels from the group's minimum to its maximum instead of around zero.
+    scale_rule
+        Symmetric step: restricted is absmax/(2^(b-1)-1), full is absmax/((2^b-1)/2).
+    context
+        Tokens per window; by default the model's longest input, but at most 512.
+    stride
+        Tokens from one window to the next; by default windows do not overlap.
+    bos
+        Where the beginning-of-sequence token goes.
+    max_windows
+        Evaluate on at most so many windows, evenly spaced over the text.
+    probe_windows
+        Windows for curvature.
+    probes
+        Backward passes over the curvature windows for the Gauss-Newton trace.
+    hessian_rtol
+        Relative standard error at which the Hessian trace is good enough.
+    max_hessian_probes
+        Probes at which the Hessian trace stops in any case.
+    batch_windows
+        Windows evaluated at once; changes speed and memory only.
+    seed
+        Seed of the probes.
+    device
+        Where the model runs, such as cpu or cuda.
+    force
+        Measure again what the output already holds.
+    family, run, source
+        Model family, training run, and where the checkpoint comes from.
+    tokens
+        Training tokens, such as 2e12.
+    lr_peak, lr
+        Peak learning rate, and learning rate at the checkpoint.
+    lr_schedule, decay_fraction
+        Schedule, and share of its decay already done.
+    weight_decay
+        Decoupled weight decay.
+    """
+    settings = _settings(bits, group_size, asymmetric=asymmetric, scale_rule=scale_rule)
+
+    from qscale.measure import run as running  # noqa: PLC0415 - torch loads here
+    from qscale.measure.zerofit import agreement  # noqa: PLC0415
+
+    with _progress() as report:
+        rows = running.measure(
+            checkpoint,
+            text,
+            output,
+            settings=settings,
+            context=context,
+            stride=stride,
+            bos=bos,
+            probe_windows=probe_windows,
+            num_probes=probes,
+            hessian_rtol=hessian_rtol,
+            max_hessian_probes=max_hessian_probes,
+            max_windows=max_windows,
+            batch_windows=batch_windows,
+            seed=seed,
+            device=device,
+            metadata={
+                "family": family,
+                "run": run,
+                "tokens": tokens,
+                "lr_peak": lr_peak,
+                "lr": lr,
+                "lr_schedule": lr_schedule,
+                "decay_fraction": decay_fraction,
+                "weight_decay": weight_decay,
+                "source": source,
+            },
+            force=force,
+            on_progress=report,
+        )
+    _print_rows(checkpoint, rows)
+    console.print(str(agreement(rows)), markup=False)
+    console.print(f"Written to {output}.", markup=False)
+
+
+def _settings(
+    bits: str, group_size: str, *, asymmetric: bool, scale_rule: Literal["restricted", "full"]
+) -> list[Setting]:
+    """Cross bit widths with group sizes."""
+    from qscale.quantize.setting import (  # noqa: PLC0415
+        ABSMAX_FULL,
+        ABSMAX_RESTRICTED,
+        MINMAX,
+        Setting,
+    )
+
+    if asymmetric and scale_rule != "restricted":
+        raise QscaleError("--scale-rule is about symmetric levels; leave it out or --asymmetric.")
+    rule = {"restricted": ABSMAX_RESTRICTED, "full": ABSMAX_FULL}[scale_rule]
+    widths = numbers(bits, "--bits")
+    for width in widths:
+        if width not in range(2, 9):
+            raise QscaleError(f"--bits must be whole numbers from 2 to 8. Got {width:g} instead.")
+    sizes = group_sizes(group_size)
+    return [Setting(int(b), g, MINMAX if asymmetric else rule) for b in widths for g in sizes]
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, float, float | None], None]]:
+    """Show one bar that follows the stage at work."""
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import Progress  # noqa: PLC0415
+
+    stderr = Console(stderr=True)
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+        task = progress.add_task("opening the checkpoint", total=None)
+
+        def report(stage: str, done: float, total: float | None) -> None:
+            progress.update(task, description=stage, completed=done, total=total)
+
+        yield report
+
+
+def _print_rows(checkpoint: Path, rows: pd.DataFrame) -> None:
+    """Print the measured rows and what they share."""
+    first = rows.iloc[0]
+    console.print(
+        f"{checkpoint}: {first['n_params']:,.0f} non-embedding parameters, "
+        f"{first['n_quantized']:.0f} matrices quantized, loss {first['loss_fp']:.4f} ± "
+        f"{number(first['loss_fp_se'], 2)} nats per token before.\n"
+        f"Protocol {first['protocol']}.\n"
+        f"Traces over the matrices: Hessian {first['hessian_trace']:.4g} ± "
+        f"{number(first['hessian_trace_se'], 2)}, Gauss-Newton {first['ggn_trace']:.4g} ± "
+        f"{number(first['ggn_trace_se'], 2)}.",
+        markup=False,
+    )
+    columns = ("bits", "group", "bits/weight", "Δloss ± SE", "KL", "SQNR dB", "zero-fit Δloss")
+    lines = [
+        (
+            f"{row['bits']:g}",
+            "row" if row.isna()["group_size"] else f"{row['group_size']:g}",
+            f"{row['bits_per_weight']:.3f}",
+            f"{number(row['delta_loss'])} ± {number(row['delta_loss_se'], 2)}",
+            number(row["kl"]),
+            number(row["sqnr_db"]),
+            number(row["quadratic_delta"]),
+        )
+        for _, row in rows.iterrows()
+    ]
+    console.print(table(f"{first['method']}, {first['scale_rule']}", columns, lines))
+    for _, row in rows[rows["status"] != "ok"].iterrows():
+        group = "row" if row.isna()["group_size"] else f"{row['group_size']:g}"
+        console.print(
+            f"Note: {row['bits']:g} bits, group {group}: {row['status']}, {row['status_reason']}.",
+            markup=False,
+        )

@@ -1,0 +1,142 @@
+"""Trace of the generalized Gauss-Newton matrix by random vectors at the logits."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from qscale.errors import CheckpointError
+from qscale.measure.curvature.estimate import TraceEstimate
+from qscale.measure.curvature.guard import differentiable
+from qscale.measure.curvature.loss import (
+    differentiate,
+    inner_products,
+    microbatches,
+    rademacher,
+    scored_logits,
+    scored_tokens,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
+
+    from qscale.measure.curvature.loss import Progress
+
+
+def ggn_trace(
+    model: PreTrainedModel,
+    windows: torch.Tensor,
+    names: Sequence[str],
+    *,
+    num_probes: int = 6,
+    batch_windows: int = 1,
+    seed: int = 0,
+    on_probe: Progress | None = None,
+) -> TraceEstimate:
+    r"""Estimate the trace of each parameter's block of the Gauss-Newton matrix of the mean loss.
+
+    With :math:`J_t` the Jacobian of the logits at scored position :math:`t` and :math:`p_t` their
+    softmax, the generalized Gauss-Newton matrix (Schraudolph, Neural Comput. 14, 2002) is
+
+    .. math:: G = \frac1T \sum_t J_t^T (\operatorname{diag} p_t - p_t p_t^T) J_t .
+
+    For a softmax under cross-entropy it equals the Fisher information of the model's own
+    predictions (Martens, arXiv:1412.1193, section 9.2), is never negative, and differs from the
+    Hessian by a term that vanishes with the residuals. The middle factor is :math:`B_t B_t^T` with
+    :math:`B_t = \operatorname{diag}\sqrt{p_t} - p_t \sqrt{p_t}^T`, since
+    :math:`\sqrt{p_t}^T \sqrt{p_t} = 1`. Let :math:`z_t` be independent random signs and
+    :math:`u_t = B_t z_t / \sqrt T`. One backward pass from the logits gives
+    :math:`g = \sum_t J_t^T u_t` for all parameters, and as :math:`E[z_s z_t^T] = \delta_{st} I`,
+
+    .. math:: E[g_l g_l^T] = \frac1T \sum_t J_{tl}^T B_t B_t^T J_{tl} = G_{ll}, \qquad
+              E \lVert g_l \rVert^2 = \operatorname{tr} G_{ll} .
+
+    :math:`G` is a sum over microbatches, and so is a probe: the squared norms of the microbatches
+    are added, not their gradients, which leaves out the products between microbatches, noise of
+    mean zero.
+
+    Parameters
+    ----------
+    model
+        Causal language model with float32 weights.
+    windows
+        Token ids, shape ``(n_windows, context)``; every token of a window but its first is scored.
+    names
+        Names of the parameters.
+    num_probes
+        Number of probes, at least 2. Each costs one backward pass over the windows, about 0.7 of
+        a gradient, and all share one forward pass.
+    batch_windows
+        Windows in one microbatch. More take more memory and make probes noisier, not cheaper.
+    seed
+        Determines the signs, together with ``batch_windows``.
+    on_probe
+        Called after each microbatch of each probe with the share of a probe that it is.
+
+    Returns
+    -------
+    TraceEstimate
+        Its backward passes are the number of probes.
+
+    Raises
+    ------
+    CheckpointError
+        If the logits cannot be differentiated, or they or the trace are not finite.
+    TextError
+        If the windows have no token to score.
+    ValueError
+        If ``num_probes`` is below 2, which leaves no standard error.
+
+    Notes
+    -----
+    About five tensors as large as the logits of a microbatch (scored tokens times vocabulary) are
+    held at once, so with a large vocabulary keep ``batch_windows`` at 1.
+    """
+    if num_probes < 2:
+        raise ValueError(f"num_probes must be at least 2. Got {num_probes} instead.")
+    tokens = scored_tokens(windows)
+    values = np.zeros((num_probes, len(names)))
+    with differentiable(model, names) as parameters:
+        for start, ids in microbatches(windows, batch_windows, model.device):
+            logits = scored_logits(model, ids)
+            p = logits.detach().softmax(dim=-1)
+            for probe in range(num_probes):
+                gradient = differentiate(
+                    logits,
+                    parameters,
+                    fisher_root(p, rademacher(p, seed, probe, start)) / math.sqrt(tokens),
+                    retain_graph=probe + 1 < num_probes,
+                )
+                values[probe] += inner_products(gradient, gradient)
+                if on_probe:
+                    on_probe(len(ids) / len(windows))
+    if not np.isfinite(values).all():
+        raise CheckpointError(
+            f"The Gauss-Newton trace of {type(model).__name__} is not finite: "
+            "check its weights for NaN and infinite values."
+        )
+    return TraceEstimate(tuple(names), values, tokens, backward_passes=num_probes)
+
+
+def fisher_root(p: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    r"""Multiply a square root of :math:`\operatorname{diag} p - p p^T` with vectors.
+
+    Parameters
+    ----------
+    p
+        Probabilities, along the last axis.
+    z
+        The vectors, same shape.
+
+    Returns
+    -------
+    torch.Tensor
+        :math:`\sqrt p \odot z - p \langle \sqrt p, z \rangle`, same shape.
+    """
+    scaled = p.sqrt() * z
+    return scaled - p * scaled.sum(dim=-1, keepdim=True)

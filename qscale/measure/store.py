@@ -1,0 +1,190 @@
+"""Keep measured rows and per-matrix curvature on disk, safe against kills and other processes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from filelock import FileLock
+
+from qscale import table
+from qscale.errors import TableError
+from qscale.measure.curvature import TraceEstimate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+KEY = (
+    "checkpoint",
+    "protocol",
+    "method",
+    "fmt",
+    "bits",
+    "group_size",
+    "symmetric",
+    "scale_rule",
+)
+"""Columns that tell one measured row from another."""
+
+_SUFFIX = re.compile(r"\.(csv(\.gz|\.xz)?|parquet)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Curvature:
+    """Curvature of the full-precision model at its block matrices, on the probe windows.
+
+    Parameters
+    ----------
+    ggn, hessian
+        Trace of each matrix's block of the Gauss-Newton matrix and of the Hessian.
+    grad_norm
+        Norm of the mean loss's gradient with respect to all the matrices together.
+    """
+
+    ggn: TraceEstimate
+    hessian: TraceEstimate
+    grad_norm: float
+
+
+def row_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what identifies a row, nulls as None."""
+    return tuple(None if pd.isna(row[name]) else row[name] for name in KEY)
+
+
+def read_rows(out: Path) -> list[dict[str, Any]]:
+    """Read the rows measured so far; none if there is no file.
+
+    Raises
+    ------
+    TableError
+        If the name does not end as a table's, or the file exists but is not a table that
+        :func:`append` wrote.
+    """
+    if not _SUFFIX.search(out.name):
+        raise TableError(f"{out}: a table must end in .csv, .csv.gz, .csv.xz or .parquet.")
+    if not out.exists():
+        return []
+    frame = table.read(out)
+    missing = [name for name in KEY if name not in frame.columns]
+    if missing:
+        raise TableError(
+            f"{out}: exists and is not a table of qscale measure (no column {missing[0]!r}). "
+            "Choose another output."
+        )
+    rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    return [{str(name): value for name, value in row.items()} for row in rows]
+
+
+def append(out: Path, row: Mapping[str, Any]) -> None:
+    """Add a row to the table, in place of one with the same key; other processes may do so too.
+
+    The file is replaced in one step, so whoever reads it, or whatever kills this process, finds
+    it whole.
+    """
+    with _lock(out):
+        kept = [old for old in read_rows(out) if row_key(old) != row_key(row)]
+        table.write(table.check(table.from_rows([*kept, row]), str(out)), out)
+
+
+def matrices_path(out: Path) -> Path:
+    """Return where the per-matrix table lies: ``rows.csv.gz`` has ``rows.matrices.parquet``."""
+    return out.with_name(f"{_SUFFIX.sub('', out.name)}.matrices.parquet")
+
+
+def save_curvature(
+    out: Path, found: Curvature, shared: Mapping[str, Any], columns: Mapping[str, Sequence[Any]]
+) -> None:
+    """Write the per-matrix table beside the rows.
+
+    Parameters
+    ----------
+    out
+        The measurement table.
+    found
+        Curvature, with the value of every probe: sums over matrices need them for their errors.
+    shared
+        Columns equal for all matrices: ``checkpoint``, ``protocol`` and the options of the
+        estimate. Earlier rows of this checkpoint and protocol are replaced.
+    columns
+        Further columns, one value for each matrix.
+    """
+    ggn, hessian = found.ggn, found.hessian
+    frame = pd.DataFrame(
+        {
+            "matrix": list(ggn.names),
+            **columns,
+            "ggn_trace": ggn.per_matrix.values(),
+            "ggn_trace_se": ggn.per_matrix_se.values(),
+            "hessian_trace": hessian.per_matrix.values(),
+            "hessian_trace_se": hessian.per_matrix_se.values(),
+            "ggn_probes": list(np.transpose(ggn.values)),
+            "hessian_probes": list(np.transpose(hessian.values)),
+            "curvature_tokens": ggn.tokens,
+            "backward_passes": ggn.backward_passes,
+            "hessian_passes": hessian.backward_passes,
+            "grad_norm": found.grad_norm,
+            **shared,
+        }
+    )
+    path = matrices_path(out)
+    with _lock(out):
+        if path.exists():
+            old = _read_matrices(path)
+            old = old[~_matches(old, {k: shared[k] for k in ("checkpoint", "protocol")})]
+            frame = pd.concat([old, frame]) if len(old) else frame
+        table.write(frame, path)
+
+
+def load_curvature(out: Path, names: Sequence[str], shared: Mapping[str, Any]) -> Curvature | None:
+    """Read back what :func:`save_curvature` wrote; None unless all of it matches ``shared``."""
+    path = matrices_path(out)
+    if not path.exists():
+        return None
+    frame = _read_matrices(path)
+    found = frame[_matches(frame, shared)] if set(shared) <= set(frame.columns) else frame[:0]
+    if found["matrix"].tolist() != list(names):
+        return None
+    first = found.iloc[0]
+    ggn, hessian = (
+        TraceEstimate(
+            names=tuple(names),
+            values=np.stack(found[f"{kind}_probes"].to_list()).T,
+            tokens=int(first["curvature_tokens"]),
+            backward_passes=int(first[passes]),
+        )
+        for kind, passes in (("ggn", "backward_passes"), ("hessian", "hessian_passes"))
+    )
+    return Curvature(ggn, hessian, float(first["grad_norm"]))
+
+
+def _read_matrices(path: Path) -> pd.DataFrame:
+    """Read a per-matrix table."""
+    try:
+        frame = pd.read_parquet(path)
+    except (ValueError, OSError) as error:
+        raise TableError(
+            f"{path}: cannot be read. Remove it to measure curvature again."
+        ) from error
+    if not {"checkpoint", "protocol", "matrix", "ggn_probes", "hessian_probes"} <= set(frame):
+        raise TableError(f"{path}: exists and is not a per-matrix table of qscale measure.")
+    return frame
+
+
+def _matches(frame: pd.DataFrame, values: Mapping[str, Any]) -> pd.Series:
+    """Tell which rows hold all the values."""
+    return pd.Series(
+        np.logical_and.reduce(
+            [(frame[name] == value).to_numpy() for name, value in values.items()]
+        ),
+        index=frame.index,
+    )
+
+
+def _lock(path: Path) -> FileLock:
+    """Return a lock that processes writing the same file share."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(path.with_name(f".{path.name}.lock"))

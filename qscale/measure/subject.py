@@ -1,0 +1,98 @@
+"""Open a checkpoint together with a text: what every measurement starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qscale.checkpoint import Checkpoint, load, quantizable
+from qscale.errors import TextError
+from qscale.text import Bos, Windows, split, windows
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+DEFAULT_CONTEXT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """An opened checkpoint and its windows of a text.
+
+    Parameters
+    ----------
+    checkpoint
+        Model, tokenizer and description.
+    weights
+        Matrices to quantize, by parameter name.
+    probe, evaluation
+        Windows for curvature and for losses; they share no text.
+    """
+
+    checkpoint: Checkpoint
+    weights: dict[str, torch.Tensor]
+    probe: Windows
+    evaluation: Windows
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Rows and columns of each matrix."""
+        return [(w.shape[0], w.shape[1]) for w in self.weights.values()]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Elements of each matrix, by parameter name."""
+        return {name: w.numel() for name, w in self.weights.items()}
+
+
+def open_subject(
+    folder: str | Path,
+    text: str | Path,
+    *,
+    context: int | None = None,
+    stride: int | None = None,
+    bos: Bos = "none",
+    probe_windows: int = 16,
+    max_windows: int | None = None,
+    device: str = "cpu",
+) -> Subject:
+    """Load a checkpoint, and cut and share out the text.
+
+    Parameters
+    ----------
+    folder
+        Hugging Face checkpoint folder.
+    text
+        UTF-8 text file.
+    context
+        Tokens in a window; None takes the model's longest input, but at most 512.
+    stride, bos
+        See :func:`qscale.text.windows`.
+    probe_windows, max_windows
+        See :func:`qscale.text.split`.
+    device
+        Where the model goes.
+
+    Raises
+    ------
+    CheckpointError, TextError
+        If either cannot be used, or the context is longer than the model allows.
+    """
+    checkpoint = load(folder, device=device)
+    longest = checkpoint.description.max_context
+    if context is None:
+        context = min(longest or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+    if longest is not None and context > longest:
+        raise TextError(f"context must be at most {longest} for {folder}. Got {context} instead.")
+    found = windows(
+        text,
+        checkpoint.tokenizer,
+        context=context,
+        vocab_size=checkpoint.model.get_input_embeddings().weight.shape[0],
+        stride=stride,
+        bos=bos,
+    )
+    probe, evaluation = split(found, probe_windows, max_windows=max_windows)
+    return Subject(checkpoint, quantizable(checkpoint.model), probe, evaluation)

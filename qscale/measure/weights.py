@@ -1,0 +1,74 @@
+"""Weight norms and the noise that a quantizer setting puts on the weights."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING
+
+from qscale.quantize.rtn import rtn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import torch
+
+    from qscale.quantize.setting import Setting
+
+
+def squared_norms(weights: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Squared Frobenius norm of each matrix, summed in float64."""
+    return {name: _squares(w.detach()) for name, w in weights.items()}
+
+
+def squared_errors(weights: Mapping[str, torch.Tensor], setting: Setting) -> dict[str, float]:
+    """Squared Frobenius norm of each matrix's quantization error, ``||W - Q(W)||^2``."""
+    return {n: _squares(w.detach() - rtn(w.detach(), setting)) for n, w in weights.items()}
+
+
+def sqnr_db(signal: float, noise: float) -> float:
+    """Signal-to-quantization-noise ratio in decibels, ``10 log10(signal / noise)``.
+
+    Parameters
+    ----------
+    signal, noise
+        Sums of squares; noise of zero gives infinity.
+
+    Examples
+    --------
+    >>> sqnr_db(100.0, 1.0)
+    20.0
+    """
+    return 10 * math.log10(signal / noise) if noise > 0 else math.inf
+
+
+def ragged(weights: Mapping[str, torch.Tensor], setting: Setting) -> int:
+    """Count the matrices whose rows the group size does not divide."""
+    size = setting.group_size
+    return sum(1 for w in weights.values() if size is not None and w.shape[1] % size)
+
+
+@contextlib.contextmanager
+def fake_quantized(weights: Mapping[str, torch.Tensor], setting: Setting) -> Iterator[None]:
+    """Hold a model's matrices quantized in place, and put back the very same bits afterwards.
+
+    Parameters
+    ----------
+    weights
+        The matrices themselves; their originals are kept in memory meanwhile.
+    setting
+        How to quantize.
+    """
+    originals = {name: w.detach().clone() for name, w in weights.items()}
+    try:
+        for name, w in weights.items():
+            w.data.copy_(rtn(originals[name], setting))
+        yield
+    finally:
+        for name, w in weights.items():
+            w.data.copy_(originals[name])
+
+
+def _squares(values: torch.Tensor) -> float:
+    """Sum of squares in float64."""
+    return float(values.double().square().sum())

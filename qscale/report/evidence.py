@@ -1,0 +1,263 @@
+"""What a report shows about a fit: its rows, residuals, a check by refitting, held-out scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from qscale.errors import FitError
+from qscale.fit import fit as fit_law
+from qscale.fit.rows import select
+from qscale.laws import LAWS, columns_of
+from qscale.validate import Split, largest, leave_one_out, score
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from qscale.fit import Fit
+    from qscale.laws import Law, Published
+
+LEAVE_ONE_OUT = "leave one out"
+LARGEST = "largest sizes"
+_PARTS = 10
+_ROW = "_row"
+_SCORES = (
+    "median_abs_log_error",
+    "bias",
+    "coverage_50",
+    "coverage_90",
+    "width_90",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """A fit beside the rows it was made on.
+
+    Parameters
+    ----------
+    label
+        Name of the fit in the report.
+    fit
+        The fit.
+    law
+        Its law without offsets.
+    table
+        The whole measurement table.
+    rows
+        The usable rows.
+    row_numbers
+        Position of each usable row in the table, shape (n,).
+    clusters
+        Integer cluster of each usable row, shape (n,).
+    residuals
+        Log of observed over predicted target, shape (n,).
+    refitted
+        The same fit made again from the table, without a bootstrap.
+    """
+
+    label: str
+    fit: Fit
+    law: Law
+    table: pd.DataFrame
+    rows: pd.DataFrame
+    row_numbers: np.ndarray
+    clusters: np.ndarray
+    residuals: np.ndarray
+    refitted: Fit
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Scores of several laws on the same held-out rows.
+
+    Parameters
+    ----------
+    scores
+        One row per fit and split: ``fit``, ``protocol`` and the columns of `qscale.validate.score`.
+    left_out
+        What one split of the first protocol leaves out, in words.
+    rows
+        Number of rows that all the laws can use and the splits are made of.
+    notes
+        Sentences on what could not be held out, or was held out otherwise than by family.
+    """
+
+    scores: pd.DataFrame
+    left_out: str
+    rows: int
+    notes: tuple[str, ...]
+
+
+def without_offsets(law: Law) -> Law:
+    """Return the law without the offsets that a fit added."""
+    return replace(law, factors=tuple(f for f in law.factors if f.kind != "offset"))
+
+
+def is_named(law: Law) -> bool:
+    """Whether a law without offsets is the one `qscale.laws.LAWS` has under its name."""
+    named = LAWS.get(law.name)
+    return named is not None and named.spec()["factors"] == law.spec()["factors"]
+
+
+def published(law: Law) -> tuple[Published, ...]:
+    """Return the published constants of a law without offsets, if it still is the named law."""
+    same = is_named(law) and LAWS[law.name].target == law.target
+    return LAWS[law.name].published if same else ()
+
+
+def fit_options(fit: Fit) -> dict[str, Any]:
+    """Return the keyword options of `qscale.fit.fit` that a fit was made with."""
+    options = fit.data.options
+    return {
+        "where": options.get("where"),
+        "offset": tuple(options.get("offset", ())),
+        "fixed": dict(options.get("fixed", {})),
+        "cluster": fit.data.cluster,
+        "huber_delta": options.get("huber_delta"),
+        "seed": options.get("seed", 0),
+    }
+
+
+def predicted(fit: Fit, rows: pd.DataFrame) -> np.ndarray:
+    """Return the law at its estimates for usable rows, shape (n,), in the target's unit."""
+    return np.exp(fit.law.log_value(fit.theta[None], columns_of(fit.law, rows))[0])
+
+
+def gather(label: str, fit: Fit, table: pd.DataFrame) -> Evidence:
+    """Select a fit's rows from its table again, and make the fit again as a check.
+
+    Raises
+    ------
+    QscaleError
+        If the table lacks a column of the law or has no usable row.
+    """
+    options = fit_options(fit)
+    law = without_offsets(fit.law)
+    name = fit.data.name
+    refitted = fit_law(table, law, **options, n_boot=0, name=name)
+    filled = {column: table[column].fillna("unknown") for column in options["offset"]}
+    numbered = table.assign(**filled, **{_ROW: np.arange(len(table))})
+    selection = select(
+        numbered, law, where=options["where"], cluster=options["cluster"], name=name
+    )
+    rows = selection.frame
+    return Evidence(
+        label=label,
+        fit=fit,
+        law=law,
+        table=table,
+        rows=rows.drop(columns=_ROW),
+        row_numbers=rows[_ROW].to_numpy(),
+        clusters=selection.clusters,
+        residuals=np.log(rows[law.target].to_numpy() / predicted(fit, rows)),
+        refitted=refitted,
+    )
+
+
+def comparable(evidence: Sequence[Evidence]) -> list[list[Evidence]]:
+    """Group fits of the same target on the same table, in the order given."""
+    groups: dict[tuple[str, int], list[Evidence]] = {}
+    for each in evidence:
+        groups.setdefault((each.law.target, id(each.table)), []).append(each)
+    return list(groups.values())
+
+
+def held_out(
+    group: Sequence[Evidence], *, n_boot: int = 200, progress: Callable[[str], None]
+) -> HeldOut:
+    """Score comparable fits by leaving families out and by holding out the largest sizes.
+
+    Parameters
+    ----------
+    group
+        Fits of one target on one table. Splits are made of the rows that all of them can use.
+    n_boot
+        Bootstrap refits behind the intervals that are scored.
+    progress
+        Called with what is being done.
+    """
+    first = group[0]
+    common = sorted(set.intersection(*(set(each.row_numbers.tolist()) for each in group)))
+    frame = first.table.iloc[common].reset_index(drop=True)
+    clusters = pd.Series(first.clusters, index=first.row_numbers).loc[common].to_numpy()
+    groups, left_out, notes = _leave_out(frame, clusters, first.fit.data.cluster)
+    splits = [(LEAVE_ONE_OUT, split) for split in groups]
+    try:
+        splits.append((LARGEST, largest(frame)))
+    except (FitError, KeyError) as error:
+        notes.append(f"The largest sizes were not held out ({error}).")
+    parts = []
+    for each in group:
+        options = fit_options(each.fit)
+        refit = partial(fit_law, law=each.law, **options, n_boot=n_boot, name=each.fit.data.name)
+        where, cluster = options["where"], options["cluster"]
+        for protocol, split in splits:
+            progress(f"{each.label}: refitting without {split.name}")
+            part = score(frame, each.law, [split], refit, where=where, cluster=cluster)
+            parts.append(part.assign(fit=each.label, protocol=protocol))
+    columns = ["fit", "protocol", "held_out", "rows", *_SCORES, "error"]
+    scores = pd.concat(parts) if parts else pd.DataFrame()
+    return HeldOut(
+        scores.reindex(columns=columns).reset_index(drop=True), left_out, len(frame), tuple(notes)
+    )
+
+
+def _leave_out(
+    frame: pd.DataFrame, clusters: np.ndarray, cluster: str
+) -> tuple[list[Split], str, list[str]]:
+    """Split by family; without two families by cluster, or by tenths of many clusters."""
+    try:
+        return leave_one_out(frame, "family"), "family", []
+    except FitError:
+        instead = "The rows have fewer than two families"
+    codes = np.unique(clusters, return_inverse=True)[1] if len(clusters) else clusters
+    groups = int(codes.max()) + 1 if len(codes) else 0
+    if groups < 2:
+        return [], cluster, [f"{instead} and fewer than two clusters: no group was left out."]
+    if groups <= _PARTS and frame[cluster].notna().all():
+        return leave_one_out(frame, cluster), cluster, [f"{instead}: each {cluster} was left out."]
+    parts = min(_PARTS, groups)
+    splits = [Split(f"part {i + 1} of {parts}", codes % parts == i) for i in range(parts)]
+    note = f"{instead}: the {groups} clusters by {cluster} were dealt into {parts} parts."
+    return splits, "part of the clusters", [note]
+
+
+def summarize(scores: pd.DataFrame) -> pd.DataFrame:
+    """Summarize scores over the splits of each fit and protocol.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Indexed by ``fit`` and ``protocol``: ``splits`` that could be scored, their ``rows``,
+        ``error`` (mean over splits of the median absolute log error), ``lowest`` and ``highest``
+        of it, ``bias`` and ``width_90`` (means), ``coverage_50`` and ``coverage_90`` (shares of all
+        held-out rows).
+    """
+    scored = scores.dropna(subset=["median_abs_log_error"])
+    records = []
+    for (fit, protocol), part in scored.groupby(["fit", "protocol"], sort=False):
+        weights = part["rows"].to_numpy(dtype=float)
+        errors = part["median_abs_log_error"]
+        records.append(
+            {
+                "fit": fit,
+                "protocol": protocol,
+                "splits": len(part),
+                "rows": int(part["rows"].sum()),
+                "error": errors.mean(),
+                "lowest": errors.min(),
+                "highest": errors.max(),
+                "bias": part["bias"].mean(),
+                "coverage_50": float(np.average(part["coverage_50"], weights=weights)),
+                "coverage_90": float(np.average(part["coverage_90"], weights=weights)),
+                "width_90": part["width_90"].mean(),
+            }
+        )
+    columns = ["fit", "protocol", "splits", "rows", "error", "lowest", "highest", "bias"]
+    columns += ["coverage_50", "coverage_90", "width_90"]
+    return pd.DataFrame(records, columns=columns).set_index(["fit", "protocol"])

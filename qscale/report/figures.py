@@ -1,0 +1,411 @@
+"""Figures of a fit: functions that take results and rows, draw on axes and return them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from io import StringIO
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from xml.sax.saxutils import escape, quoteattr
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.mathtext import MathTextParser
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
+
+from qscale.report.evidence import predicted
+from qscale.report.tables import count
+from qscale.table import COLUMNS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from matplotlib.axis import Axis
+
+    from qscale.fit import Fit
+    from qscale.laws import Law
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Stands for the text colour of the page: `to_svg` writes it as currentColor, so that a figure
+# follows a light or dark page.
+INK = "#0b0c0d"
+# Okabe and Ito's colours, told apart with any common colour blindness, less yellow and black.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8C6D46")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9.5,
+    "axes.titlesize": 10,
+    "axes.labelsize": 9.5,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "savefig.facecolor": "none",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": INK,
+    "grid.alpha": 0.13,
+    "grid.linewidth": 0.6,
+    "svg.fonttype": "path",
+    "mathtext.fontset": "cm",
+}
+
+
+def _styled(draw: Callable[P, T]) -> Callable[P, T]:
+    """Run a drawing function under `STYLE` without touching the global settings."""
+
+    @functools.wraps(draw)
+    def styled(*args: P.args, **kwargs: P.kwargs) -> T:
+        with mpl.rc_context(STYLE):
+            return draw(*args, **kwargs)
+
+    return styled
+
+
+def _axes(ax: Axes | None, width: float, height: float) -> Axes:
+    """Return the given axes or those of a new figure of a size in inches."""
+    if ax is not None:
+        return ax
+    return Figure(figsize=(width, height), layout="constrained").subplots()
+
+
+def label(column: str) -> str:
+    """Return a column's axis label: its name, with its unit where it has one."""
+    unit = COLUMNS[column].unit if column in COLUMNS else ""
+    return column if unit in {"", column} else f"{column} ({unit})"
+
+
+@_styled
+def equation(law: Law, *, ax: Axes | None = None) -> Axes:
+    """Typeset a law; one whose LaTeX matplotlib cannot read is shown as plain text.
+
+    Parameters
+    ----------
+    law
+        The law.
+    ax
+        Axes to draw on; new ones by default.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        Axes with nothing but the equation.
+    """
+    ax = _axes(ax, 5.0, 0.6)
+    ax.set_axis_off()
+    # In column names an underscore is a letter, not a subscript.
+    names = re.sub(
+        r"\\mathrm\{([^{}]*)\}", lambda name: name[0].replace("_", r"\_"), law.latex
+    )
+    text = ax.text(0, 0.5, f"${names}$", ha="left", va="center", fontsize=17)
+    try:
+        MathTextParser("path").parse(text.get_text())
+    except ValueError:
+        text.set(text=law.formula, parse_math=False, fontsize=12)
+    return ax
+
+
+@_styled
+def predicted_observed(fit: Fit, rows: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Draw observed against predicted target on logarithmic axes.
+
+    Parameters
+    ----------
+    fit
+        A fitted law.
+    rows
+        Usable rows with the law's columns and its target.
+    ax
+        Axes to draw on; new ones by default.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        Points coloured by family, else by bits; the identity; and bands that hold 50 % and 90 % of
+        new rows of new clusters by the scatter around the law.
+    """
+    ax = _axes(ax, 5.2, 4.4)
+    x, y = predicted(fit, rows), rows[fit.law.target].to_numpy()
+    low, high = min(x.min(), y.min()) / 1.3, max(x.max(), y.max()) * 1.3
+    line = np.array([low, high])
+    scatter = fit.scatter.draw(20_000, np.random.default_rng(0))
+    for name, mask, colour, marker in _groups(rows):
+        style = {"s": 20, "color": colour, "marker": marker, "alpha": 0.8, "lw": 0}
+        ax.scatter(x[mask], y[mask], **style, label=name, zorder=3)
+    ax.plot(line, line, color=INK, lw=1)
+    for level, alpha in ((50, 0.16), (90, 0.09)):
+        edges = np.exp(np.quantile(scatter, [0.5 - level / 200, 0.5 + level / 200]))
+        style = {"color": INK, "alpha": alpha, "lw": 0, "label": f"{level} % band"}
+        ax.fill_between(line, line * edges[0], line * edges[1], **style)
+    ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+    for axis in (ax.xaxis, ax.yaxis):
+        _log_ticks(axis, np.array([low, high]), lambda value: f"{value:g}")
+    ax.set(xlabel=f"predicted {label(fit.law.target)}", ylabel=f"observed {label(fit.law.target)}")
+    _legend_above(ax)
+    return ax
+
+
+def _groups(rows: pd.DataFrame) -> list[tuple[str, np.ndarray, str, str]]:
+    """Tell points apart by family or bits: name, mask, colour and marker of each group."""
+    for column in ("family", "bits"):
+        if column not in rows.columns:
+            continue
+        values = rows[column].dropna().unique()
+        if 1 < len(values) <= len(COLOURS):
+            names = [(v, str(v) if column == "family" else f"{v:g} bits") for v in sorted(values)]
+            groups = [(name, (rows[column] == value).to_numpy()) for value, name in names]
+            unknown = rows[column].isna().to_numpy()
+            found = [
+                (name, mask, COLOURS[i], MARKERS[i]) for i, (name, mask) in enumerate(groups)
+            ]
+            return found + ([("unknown", unknown, INK, ".")] if unknown.any() else [])
+    return [("rows", np.ones(len(rows), dtype=bool), COLOURS[0], MARKERS[0])]
+
+
+@_styled
+def residuals_against(
+    fit: Fit, rows: pd.DataFrame, column: str, *, ax: Axes | None = None
+) -> Axes:
+    """Draw observed over predicted against one column, with the median along it.
+
+    Parameters
+    ----------
+    fit
+        A fitted law.
+    rows
+        Usable rows with the law's columns, its target and ``column``.
+    column
+        A column of numbers or text.
+    ax
+        Axes to draw on; new ones by default.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        One point a row; the line joins medians, of each value where there are few and of bins with
+        equally many rows otherwise. Above one, the law predicted too little.
+    """
+    known = rows[column].notna().to_numpy()
+    ratio = (rows[fit.law.target] / predicted(fit, rows)).to_numpy()[known]
+    values = rows.loc[known, column]
+    if pd.api.types.is_numeric_dtype(values):
+        ax = _axes(ax, 3.3, 2.5)
+        _number_panel(ax, column, values.to_numpy(dtype=float), ratio)
+    else:
+        levels = sorted(values.astype(str).unique())
+        ax = _axes(ax, 3.3, max(2.5, 0.9 + 0.24 * len(levels)))
+        _text_panel(ax, values.astype(str).to_numpy(), levels, ratio)
+    ax.set_title(label(column), loc="left", parse_math=False)
+    return ax
+
+
+def _number_panel(ax: Axes, column: str, values: np.ndarray, ratio: np.ndarray) -> None:
+    """Draw ratios against numbers, logarithmic where they span more than a factor of three."""
+    ax.axhline(1, color=INK, lw=0.9)
+    ax.scatter(values, ratio, s=12, color=COLOURS[0], alpha=0.45, lw=0)
+    centres, medians = binned_median(values, ratio)
+    ax.plot(centres, medians, color=COLOURS[4], lw=1.8, marker="o", ms=3.5)
+    ax.set_yscale("log")
+    _log_ticks(ax.yaxis, ratio, lambda value: f"×{value:g}")
+    unique = np.unique(values)
+    if column == "bits" and len(unique) <= 8:
+        ax.xaxis.set_major_locator(FixedLocator(unique.tolist()))
+    elif unique[0] > 0 and unique[-1] > 3 * unique[0]:
+        ax.set_xscale("log")
+        _log_ticks(ax.xaxis, values, count if unique[-1] >= 1e3 else lambda value: f"{value:g}")
+    elif unique[-1] >= 1e3:
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: count(value)))
+    ax.set_ylabel("observed / predicted")
+
+
+def _text_panel(ax: Axes, values: np.ndarray, levels: Sequence[str], ratio: np.ndarray) -> None:
+    """Draw ratios as one strip a level, its median as a bar."""
+    ax.axvline(1, color=INK, lw=0.9)
+    for i, level in enumerate(levels):
+        here = ratio[values == level]
+        ax.scatter(here, np.full(len(here), i), s=12, color=COLOURS[0], alpha=0.45, lw=0)
+        middle = float(np.median(here))
+        ax.plot([middle, middle], [i - 0.3, i + 0.3], color=COLOURS[4], lw=2.2)
+    ax.set_xscale("log")
+    _log_ticks(ax.xaxis, ratio, lambda value: f"×{value:g}", most=4)
+    shown = [level if len(level) <= 24 else f"{level[:23]}…" for level in levels]
+    ax.set_yticks(range(len(levels)), shown)
+    for text in ax.get_yticklabels():
+        text.set_parse_math(False)
+    ax.set_ylim(len(levels) - 0.4, -0.6)
+    ax.set_xlabel("observed / predicted")
+
+
+def binned_median(
+    values: np.ndarray, ratio: np.ndarray, bins: int = 8
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return medians along a column: at each value if there are few, else in equally full bins.
+
+    Parameters
+    ----------
+    values, ratio
+        Column and quantity, shape (n,).
+    bins
+        Number of bins, and the number of values up to which there are few.
+
+    Returns
+    -------
+    tuple of numpy.ndarray
+        Median of the column and of the quantity in each bin.
+    """
+    unique = np.unique(values)
+    if len(unique) <= bins:
+        return unique, np.array([np.median(ratio[values == value]) for value in unique])
+    order = np.argsort(values, kind="stable")
+    parts = np.array_split(order, bins)
+    return (
+        np.array([np.median(values[part]) for part in parts]),
+        np.array([np.median(ratio[part]) for part in parts]),
+    )
+
+
+@_styled
+def held_out_error(scores: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Draw the typical error on each held-out split, one marker a fit.
+
+    Parameters
+    ----------
+    scores
+        As in `qscale.report.evidence.HeldOut`.
+    ax
+        Axes to draw on; new ones by default.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        Median error as a factor, one being a perfect prediction.
+    """
+    ax = _score_panel(scores, np.exp(scores["median_abs_log_error"]), ax)
+    ax.set_xscale("log")
+    ax.axvline(1, color=INK, lw=0.9)
+    seen = np.exp(scores["median_abs_log_error"].dropna().to_numpy())
+    _log_ticks(ax.xaxis, np.append(seen, [1.0, 1.5]), lambda value: f"×{value:g}")
+    ax.set_xlabel("typical error, as a factor")
+    return ax
+
+
+@_styled
+def held_out_coverage(scores: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Draw the share of held-out rows inside their 90 % interval, one marker a fit.
+
+    Parameters
+    ----------
+    scores
+        As in `qscale.report.evidence.HeldOut`.
+    ax
+        Axes to draw on; new ones by default.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        Shares from 0 to 100 %, with a line at the nominal 90 %.
+    """
+    ax = _score_panel(scores, 100 * scores["coverage_90"], ax)
+    ax.axvline(90, color=INK, lw=0.9)
+    ax.set(xlim=(-4, 104), xlabel="rows inside their 90 % interval (%)")
+    return ax
+
+
+def _score_panel(scores: pd.DataFrame, values: pd.Series, ax: Axes | None) -> Axes:
+    """Draw one strip a split and one marker a fit, a little apart."""
+    splits = scores["held_out"].drop_duplicates().tolist()
+    fits = scores["fit"].drop_duplicates().tolist()
+    ax = _axes(ax, 3.9, 1.1 + (0.26 + 0.08 * len(fits)) * len(splits))
+    places = {split: i for i, split in enumerate(splits)}
+    apart = 0.6 / max(len(fits), 2)
+    for i, name in enumerate(fits):
+        mine = (scores["fit"] == name).to_numpy()
+        height = scores.loc[mine, "held_out"].map(places) + apart * (i - (len(fits) - 1) / 2)
+        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+        ax.scatter(values[mine], height, s=34, color=colour, marker=marker, lw=0, label=name)
+    ax.set_yticks(range(len(splits)), splits)
+    ax.set_ylim(len(splits) - 0.4, -0.6)
+    for text in ax.get_yticklabels():
+        text.set_parse_math(False)
+    if len(fits) > 1:
+        _legend_above(ax)
+    return ax
+
+
+def _legend_above(ax: Axes) -> None:
+    """Put the legend over the axes, where it covers no point."""
+    legend = ax.legend(
+        loc="lower left",
+        bbox_to_anchor=(-0.02, 1.0),
+        ncols=3,
+        handletextpad=0.3,
+        columnspacing=1.2,
+        borderaxespad=0.2,
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
+def _log_ticks(
+    axis: Axis, values: np.ndarray, text: Callable[[float], str], *, most: int = 7
+) -> None:
+    """Put plain numbers on a logarithmic axis: the finest steps that give few enough of them."""
+    low, high = np.log10(values.min()), np.log10(values.max())
+    steps: tuple[float, ...] = (1.0,)
+    for finer in ((1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)):
+        ticks = np.add.outer(np.arange(np.floor(low), high + 1), np.log10(finer))
+        if ((ticks >= low - 0.05) & (ticks <= high + 0.05)).sum() <= most:
+            steps = finer
+    axis.set_major_locator(LogLocator(subs=steps, numticks=most + 2))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: text(float(f"{value:.6g}"))))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def to_svg(ax: Axes, *, name: str, alt: str) -> str:
+    """Return the figure of some axes as SVG text that stands alone or inside a page.
+
+    Parameters
+    ----------
+    ax
+        Any axes of the figure.
+    name
+        Prefix that keeps the ids of several figures in one page apart.
+    alt
+        Text alternative, written as the drawing's title.
+
+    Returns
+    -------
+    str
+        The ``svg`` element: no date, no outside reference, the same bytes for the same figure.
+    """
+    figure = ax.get_figure(root=True)
+    if figure is None:
+        raise ValueError("the axes belong to no figure")
+    text = StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with mpl.rc_context({**STYLE, "svg.hashsalt": name}):
+        figure.savefig(text, format="svg", bbox_inches="tight", pad_inches=0.04, metadata=nothing)
+    svg = text.getvalue()
+    svg = re.sub(r"<!--.*?-->\n?", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r'(href="|url\()#', rf"\g<1>#{name}-", svg)
+    svg = svg.replace(INK, "currentColor")
+    start = f"<svg role=\"img\" aria-label={quoteattr(alt)} "
+    title = f">\n<title>{escape(alt)}</title>"
+    return svg.replace("<svg ", start, 1).replace(">", title, 1)

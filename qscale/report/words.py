@@ -1,0 +1,263 @@
+"""Plain sentences built from the numbers of a fit."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from qscale.fit import STATUS_MEANING
+from qscale.laws import LAWS
+from qscale.predict import predict
+from qscale.report.evidence import LARGEST, LEAVE_ONE_OUT, fit_options, is_named
+from qscale.report.tables import count, number
+from qscale.table import COLUMNS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from qscale.fit import Fit
+    from qscale.report.evidence import Evidence, HeldOut
+
+_MOST_BITS = 3
+
+
+def listed(items: Sequence[str]) -> str:
+    """Join items as in a sentence.
+
+    Examples
+    --------
+    >>> listed(["tokens", "bits", "lr"])
+    'tokens, bits and lr'
+    """
+    *first, last = items
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def times(log_factor: float) -> str:
+    """Say a log factor as a factor.
+
+    Examples
+    --------
+    >>> times(0.6931)
+    '2'
+    """
+    return number(float(np.exp(log_factor)), 3)
+
+
+def percent(share: float) -> str:
+    """Say a share in whole percent."""
+    return f"{100 * share:.0f} %"
+
+
+def plural(number_of: int, noun: str) -> str:
+    """Say how many.
+
+    Examples
+    --------
+    >>> plural(1, "row"), plural(2, "row")
+    ('1 row', '2 rows')
+    """
+    return f"{number_of:,} {noun}" + ("" if number_of == 1 else "s")
+
+
+def value_in_words(column: str, value: float) -> str:
+    """Say the value of a column with its unit.
+
+    Examples
+    --------
+    >>> value_in_words("n_params", 7e9), value_in_words("lr_peak", 3e-4)
+    ('7B parameters', 'lr_peak 0.0003')
+    """
+    unit = COLUMNS[column].unit if column in COLUMNS else ""
+    if unit in {"parameters", "tokens"}:
+        return f"{count(value)} {unit}"
+    return f"{value:g} bits" if column == "bits" else f"{column} {value:g}"
+
+
+def middle_settings(evidence: Evidence) -> pd.DataFrame:
+    """Return settings in the middle of the fitted rows, at the bit widths with most rows.
+
+    Returns
+    -------
+    pandas.DataFrame
+        The law's columns, without offsets: for each the lower median of the usable rows.
+    """
+    columns = list(evidence.law.columns)
+    middle = evidence.rows[columns].quantile(0.5, interpolation="lower")
+    settings = pd.DataFrame([middle])
+    if "bits" in columns:
+        most = evidence.rows["bits"].value_counts().sort_index(ascending=False)
+        widths = sorted(most.nlargest(_MOST_BITS, keep="first").index, reverse=True)
+        settings = settings.drop(columns="bits").merge(pd.DataFrame({"bits": widths}), how="cross")
+    return settings[columns].reset_index(drop=True)
+
+
+def described(settings: pd.DataFrame) -> list[str]:
+    """Say the values that `middle_settings` have in common, size and tokens first."""
+    common = [column for column in settings.columns if column != "bits"]
+    common.sort(key=lambda column: list(COLUMNS).index(column) if column in COLUMNS else 99)
+    return [value_in_words(column, settings[column][0]) for column in common]
+
+
+def headline(evidence: Evidence, held_out: HeldOut, summary: pd.DataFrame) -> str:
+    """Answer in a few sentences what quantization will cost and how sure that is.
+
+    Parameters
+    ----------
+    evidence
+        A fit beside its rows.
+    held_out
+        Scores of the fit and of those it is compared with.
+    summary
+        `qscale.report.evidence.summarize` of the scores.
+    """
+    fit = evidence.fit
+    data = f"{plural(fit.data.rows, 'row')} of {fit.data.name}"
+    if fit.search.status == "failed":
+        return (
+            f"This fit of {fit.law.name} to {data} failed ({fit.search.detail}): "
+            "its numbers say nothing about what quantization costs."
+        )
+    sentences = [_cost(evidence), _sureness(evidence.label, held_out, summary)]
+    if fit.search.status != "converged":
+        sentences.append(f"Status {fit.search.status}: {fit.search.detail}.")
+    return " ".join(sentences)
+
+
+def _cost(evidence: Evidence) -> str:
+    """Say what the law predicts in the middle of its rows."""
+    fit, settings = evidence.fit, middle_settings(evidence)
+    result = predict(fit, settings)
+    offsets = [f.options["column"] for f in fit.law.factors if f.kind == "offset"]
+    where = listed([*described(settings), *(f"the average {column}" for column in offsets)])
+    at = f"At {where}, the middle of its {plural(fit.data.rows, 'row')}, "
+    parts = []
+    for i, row in result.iterrows():
+        bits = f" at {settings['bits'][i]:g} bits" if "bits" in settings else ""
+        parts.append(f"{number(row[fit.law.target], 2)}{bits}{_interval(row, first=not parts)}")
+    methods = fit.data.levels.get("method", ())
+    by = f" by {methods[0]}" if len(methods) == 1 else ""
+    if fit.law.target == "delta_loss":
+        says = f"quantization{by} is predicted to raise the loss (nats/token) by {listed(parts)}."
+    else:
+        meaning = COLUMNS[fit.law.target].meaning if fit.law.target in COLUMNS else ""
+        unit = COLUMNS[fit.law.target].unit if fit.law.target in COLUMNS else ""
+        named = f"{fit.law.target} ({', '.join(filter(None, (meaning, unit)))})"
+        says = f"the law predicts {named} of {listed(parts)}."
+    return at + says
+
+
+def _interval(row: pd.Series, *, first: bool) -> str:
+    """Say the 90 % interval of a prediction, in full the first time."""
+    if pd.isna(row["low_90"]):
+        return " (no interval: too few bootstrap refits)" if first else ""
+    what = "90 % of new checkpoints: " if first else ""
+    return f" ({what}{number(row['low_90'], 2)} to {number(row['high_90'], 2)})"
+
+
+def _sureness(label: str, held_out: HeldOut, summary: pd.DataFrame) -> str:
+    """Say how large the errors on unseen rows were and whether intervals held them."""
+    if (label, LEAVE_ONE_OUT) in summary.index:
+        scores = summary.loc[(label, LEAVE_ONE_OUT)]
+        splits = int(scores["splits"])
+        tested = f"On each {held_out.left_out} that it had not seen"
+        spread = f" (from {times(scores['lowest'])} to {times(scores['highest'])} over {splits})"
+    elif (label, LARGEST) in summary.index:
+        scores = summary.loc[(label, LARGEST)]
+        tested, spread = "On the largest sizes, held out,", ""
+    else:
+        return "How it does on unseen rows could not be tested."
+    return (
+        f"{tested}, its typical error was a factor of {times(scores['error'])}{spread}, and "
+        f"{percent(scores['coverage_90'])} of the measured values lay in its 90 % intervals."
+    ).replace(",,", ",")
+
+
+def status(fit: Fit) -> str:
+    """Say how the minimum was found and what its status means."""
+    search = fit.search
+    given = fit.data.options.get("huber_delta") is not None
+    origin = "given" if given else "1.345 robust standard deviations of the residuals"
+    detail = "" if search.status == "converged" else f" {search.detail}."
+    return (
+        f"Status {search.status}:{detail} {STATUS_MEANING[search.status]} "
+        f"{search.agreeing} of {plural(search.starts, 'start')} ended at the best objective, a sum "
+        f"of log-Huber losses of {number(search.objective)} with delta {number(search.huber_delta)} "
+        f"({origin}). The condition number of the information matrix, scaled to unit diagonal, is "
+        f"{number(search.condition_number, 2)}. {search.boots_converged:,} of "
+        f"{plural(search.boots, 'bootstrap refit')} converged; each resamples whole clusters "
+        f"({fit.data.cluster})."
+    )
+
+
+def multipliers(fit: Fit) -> list[str]:
+    """Say the multiplier of every level of each offset, the last one included."""
+    sentences = []
+    for factor in fit.law.factors:
+        if factor.kind != "offset":
+            continue
+        column, levels = factor.options["column"], factor.options["levels"]
+        logs = [fit.values[f"{column}[{level}]"] for level in levels[:-1]]
+        logs.append(-sum(logs))
+        each = [f"{name} × {times(log)}" for name, log in zip(levels, logs, strict=True)]
+        sentences.append(
+            f"Multipliers by {column}, whose geometric mean is one: {', '.join(each)}. "
+            "The table lists their logarithms."
+        )
+    return sentences
+
+
+def command(evidence: Evidence) -> str:
+    """Return the shell command that makes a fit again, or Python if its law has no name there."""
+    fit, options = evidence.fit, evidence.fit.data.options
+    if not is_named(evidence.law):
+        return _python(evidence)
+    target = fit.law.target
+    parts = ["qscale", "fit", fit.data.name, "--law", fit.law.name]
+    if LAWS[fit.law.name].target != target:
+        parts += ["--target", target]
+    for name, theirs in options.get("mapping", {}).items():
+        parts += ["--map", f"{name}={theirs}"]
+    if options.get("where"):
+        parts += ["--where", options["where"]]
+    for column in options.get("offset", ()):
+        parts += ["--offset", column]
+    for name, value in options.get("fixed", {}).items():
+        parts += ["--fix", f"{name}={float(value)!r}"]
+    parts += ["--cluster", fit.data.cluster]
+    if options.get("huber_delta") is not None:
+        parts += ["--huber-delta", repr(float(options["huber_delta"]))]
+    parts += ["--boots", str(fit.search.boots), "--seed", str(options.get("seed", 0))]
+    return shlex.join([*parts, "--output", "fit.json"])
+
+
+def _python(evidence: Evidence) -> str:
+    """Return Python that makes a fit of a law of the user's own again."""
+    fit, mapping = evidence.fit, evidence.fit.data.options.get("mapping", {})
+    options = {**fit_options(fit), "n_boot": fit.search.boots}
+    arguments = "".join(f"    {name}={value!r},\n" for name, value in options.items())
+    return (
+        "from qscale import datasets, table\n"
+        "from qscale.fit import fit\n"
+        "from qscale.laws import from_spec\n\n"
+        f"law = from_spec({evidence.law.spec()!r})\n"
+        f"frame = table.read(datasets.find({fit.data.name!r}), {mapping!r})\n"
+        f"result = fit(\n    frame,\n    law,\n{arguments})"
+    )
+
+
+def reproduced(evidence: Evidence) -> str:
+    """Say whether making the fit again from the table gave the same numbers."""
+    then, now = evidence.fit, evidence.refitted
+    if then.data.sha256 != now.data.sha256:
+        return (
+            f"The table at hand is not the one this fit was made on: its usable rows hash to "
+            f"{now.data.sha256[:12]}…, those of the fit to {then.data.sha256[:12]}…."
+        )
+    apart = float(np.max(np.abs(then.theta - now.theta) / (1 + np.abs(then.theta))))
+    same = "the same estimates" if apart < 1e-6 else f"estimates up to {apart:.1g} apart"
+    return f"Made again from the table for this report, the fit has {same}."
+

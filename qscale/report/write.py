@@ -1,0 +1,209 @@
+"""Write a report: find the tables, gather the evidence, render, and put the files in place."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from qscale import datasets, table as tables
+from qscale.errors import QscaleError
+from qscale.report.blocks import Figures, Heading
+from qscale.report.content import QUESTION, blocks, group_of, slug
+from qscale.report.evidence import comparable, gather, held_out
+from qscale.report.tables import Markdown, escape_markdown, to_html, to_markdown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import pandas as pd
+
+    from qscale.fit import Fit
+    from qscale.report.blocks import Block
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Where a report is.
+
+    Parameters
+    ----------
+    html
+        The self-contained page.
+    markdown
+        The same in Markdown, which shows the figures of the folder.
+    figures
+        Folder of the figures as SVG.
+    """
+
+    html: Path
+    markdown: Path
+    figures: Path
+
+
+def _silent(_: str) -> None:
+    """Report no progress."""
+
+
+def write(
+    fits: Mapping[str, Fit],
+    output: str | Path,
+    *,
+    table: str | Path | None = None,
+    force: bool = False,
+    n_boot: int = 200,
+    progress: Callable[[str], None] = _silent,
+) -> Written:
+    """Write a report of one or several fits.
+
+    Parameters
+    ----------
+    fits
+        Fits by the name they have in the report.
+    output
+        The ``.html`` file; ``.md`` and a folder ``_figures`` of the same stem are put beside it.
+    table
+        Table or dataset to take the rows from instead of those the fits name.
+    force
+        Replace outputs that exist.
+    n_boot
+        Bootstrap refits behind the intervals that are scored on held-out rows.
+    progress
+        Called with what is being done.
+
+    Returns
+    -------
+    Written
+        Where the files are.
+
+    Raises
+    ------
+    QscaleError
+        If an output exists and ``force`` is not set, a table cannot be read or has no usable row.
+    """
+    if not fits:
+        raise QscaleError("a report needs at least one fit. Make one with qscale fit.")
+    written = _places(Path(output), force)
+    loaded: dict[tuple[object, ...], pd.DataFrame] = {}
+    evidence = []
+    for label, fit in fits.items():
+        progress(f"{label}: refitting")
+        evidence.append(gather(label, fit, _table(fit, table, loaded)))
+    groups = [
+        group_of(members, held_out(members, n_boot=n_boot, progress=progress))
+        for members in comparable(evidence)
+    ]
+    content = blocks(groups)
+    drawn = {
+        f"{figure.name}.svg": figure.svg
+        for block in content
+        if isinstance(block, Figures)
+        for figure in block.figures
+    }
+    title = f"qscale report: {', '.join(fits)}"
+    _place_figures(drawn, written.figures)
+    _place(render_markdown(content, written.figures.name), written.markdown)
+    _place(render_html(content, title), written.html)
+    return written
+
+
+def _places(output: Path, force: bool) -> Written:
+    """Name the outputs and refuse to replace what is there."""
+    if output.suffix != ".html":
+        raise QscaleError(f"{output}: --output must end in .html.")
+    written = Written(
+        output, output.with_suffix(".md"), output.with_name(f"{output.stem}_figures")
+    )
+    for path in (written.html, written.markdown, written.figures):
+        if path.exists() and not force:
+            raise QscaleError(f"{path} exists already; choose another --output or add --force.")
+    for path, folder in ((written.html, False), (written.markdown, False), (written.figures, True)):
+        if path.exists() and path.is_dir() != folder:
+            raise QscaleError(f"{path} is {'a file' if folder else 'a folder'} and in the way.")
+    return written
+
+
+def _table(
+    fit: Fit, given: str | Path | None, loaded: dict[tuple[object, ...], pd.DataFrame]
+) -> pd.DataFrame:
+    """Read a fit's table, once for all the fits that share it."""
+    mapping = fit.data.options.get("mapping", {})
+    name = str(fit.data.name if given is None else given)
+    key = (name, *sorted(mapping.items()))
+    if key not in loaded:
+        try:
+            loaded[key] = tables.read(datasets.find(name), mapping)
+        except QscaleError as error:
+            if given is not None:
+                raise
+            raise QscaleError(f"{error} Say with --table where the fit's rows are.") from error
+    return loaded[key]
+
+
+def render_html(content: Sequence[Block], title: str) -> str:
+    """Return the report as one HTML page with its styles and figures inside."""
+    page = _environment(autoescape=True).get_template("report.html.j2")
+    contents = [b for b in content if isinstance(b, Heading) and b.anchor]
+    return page.render(blocks=content, title=title, contents=contents, to_html=to_html)
+
+
+def render_markdown(content: Sequence[Block], figures: str) -> str:
+    """Return the report as Markdown that shows the figures of a folder beside it."""
+    page = _environment(autoescape=False).get_template("report.md.j2")
+    hashes = {level: Markdown("#" * level) for level in (1, 2, 3)}
+    return page.render(
+        blocks=content, figures=figures, hashes=hashes, to_markdown=to_markdown, fenced=fenced
+    )
+
+
+def fenced(text: str) -> Markdown:
+    """Return lines to copy as a Markdown code block that nothing in them can end."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return Markdown(f"{fence}\n{text}\n{fence}")
+
+
+def _environment(*, autoescape: bool) -> Environment:
+    """Set up templates that escape every text, as HTML or as Markdown."""
+
+    def escaped(value: object) -> object:
+        return value if isinstance(value, Markdown) else escape_markdown(str(value))
+
+    return Environment(
+        loader=PackageLoader("qscale.report"),
+        autoescape=autoescape,
+        finalize=None if autoescape else escaped,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def _place_figures(drawn: Mapping[str, str], folder: Path) -> None:
+    """Put drawings into a folder and take away those of an earlier report."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, svg in drawn.items():
+        _place(svg, folder / name)
+    for path in folder.glob("*.svg"):
+        if path.name not in drawn:
+            path.unlink()
+
+
+def _place(text: str, path: Path) -> None:
+    """Write a file; readers see the old one or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=".", suffix=f".{path.name}", dir=path.parent)
+    partial = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+        partial.chmod(0o644)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
