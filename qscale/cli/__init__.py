@@ -14,6 +14,7 @@ app = App(
     help="Measure, fit and predict how much quantization raises a language model's loss.",
     version=__version__,
     default_parameter=Parameter(negative=()),
+    result_action="return_value",
 )
 for _name in ("datasets", "laws", "fit", "predict", "measure", "report"):
     app.command(f"qscale.cli.{_name}:{_name}", name=_name)

@@ -165,7 +165,7 @@ def _print_law(fitted: Fit, known: dict[str, Any], result: pd.DataFrame) -> None
         (
             *(number(row[c]) for c in settings),
             number(row[target], 3),
-            *([number(row["perplexity_ratio"])] if ratio else []),
+            *([_ratio(row[target])] if ratio else []),
             *(f"{number(row[f'low_{i}'], 3)} to {number(row[f'high_{i}'], 3)}" for i in (50, 90)),
         )
         for _, row in result.iterrows()
@@ -181,6 +181,11 @@ def _print_law(fitted: Fit, known: dict[str, Any], result: pd.DataFrame) -> None
         console.print(f"Note: the fit's status is {fitted.search.status}: {fitted.search.detail}.")
 
 
+def _ratio(delta_loss: float) -> str:
+    """Format the perplexity ratio exp(delta_loss)."""
+    return number(math.exp(delta_loss)) if delta_loss < math.log(1e6) else "> 1e+06"
+
+
 def _print_zero_fit(
     checkpoint: Path, text: Path, settings: list[Setting], context: int | None, probes: int
 ) -> None:
@@ -194,7 +199,7 @@ def _print_zero_fit(
             "row" if row.isna()["group_size"] else number(row["group_size"]),
             f"{row['bits_per_weight']:.3f}",
             f"{number(row['quadratic_delta'], 3)} ± {number(row['quadratic_delta_se'], 2)}",
-            number(math.exp(row["quadratic_delta"])),
+            _ratio(row["quadratic_delta"]),
         )
         for _, row in result.iterrows()
     ]

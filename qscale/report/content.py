@@ -85,12 +85,16 @@ def _comparison(groups: Sequence[Group]) -> list[Block]:
                 "rows": data.rows,
                 "clusters": data.clusters,
                 "status": member.fit.search.status,
-                "typical residual, as a factor": float(np.exp(np.median(np.abs(member.residuals)))),
-                "held-out error, as a factor": float(np.exp(scores.get("error", np.nan))),
-                "held-out rows inside 90 %, %": 100 * scores.get("coverage_90", np.nan),
+                "typical residual, ×": float(np.exp(np.median(np.abs(member.residuals)))),
+                "held-out error, ×": float(np.exp(scores.get("error", np.nan))),
+                "% inside 90 %": round(100 * scores.get("coverage_90", np.nan), 1),
             }
     frame = pd.DataFrame.from_dict(records, orient="index").rename_axis("fit")
-    caption = "Held-out error: mean over the groups left out of the median error of their rows."
+    caption = (
+        "Typical residual: median over the rows, as a factor. Held-out error: mean over the groups "
+        "left out of the median error of their rows; inside 90 %: share of those rows inside their "
+        "90 % interval."
+    )
     found: list[Block] = [Heading("The fits side by side"), Table(frame, caption)]
     found += [Text(sentence) for group in groups for sentence in _ranking(group)]
     found += _shared_parameters([member for group in groups for member in group.members])
@@ -199,7 +203,8 @@ def _parameters(evidence: Evidence) -> list[Block]:
     table = fit.parameters().rename(columns={"low": "90 % low", "high": "90 % high"})
     constants = published(evidence.law)
     for each in constants:
-        table[f"published: {each.setting}"] = pd.Series(each.values).reindex(table.index)
+        heading = f"published {each.setting}" if len(constants) > 1 else "published"
+        table[heading] = pd.Series(each.values).reindex(table.index)
     held = list(fit.data.options.get("fixed", {}))
     caption = (
         f"Estimates on the natural scale, with standard errors and percentile intervals from "
@@ -301,32 +306,33 @@ def _held_out(group: Group, index: int, of: int) -> list[Block]:
     scored = held_out.scores.dropna(subset=["median_abs_log_error"])
     if len(scored):
         found.append(Figures(_score_figures(scored, f"held-out-{index + 1}")))
-    table = held_out.scores.assign(
-        error_factor=np.exp(held_out.scores["median_abs_log_error"]),
-        bias_factor=np.exp(held_out.scores["bias"]),
-        width=np.exp(held_out.scores["width_90"]),
-        coverage_50=100 * held_out.scores["coverage_50"],
-        coverage_90=100 * held_out.scores["coverage_90"],
-    )
-    names = {
-        "fit": "fit",
-        "rows": "rows",
-        "median_abs_log_error": "median |log error|",
-        "error_factor": "as a factor",
-        "bias_factor": "predicted / observed",
-        "coverage_50": "% inside 50 %",
-        "coverage_90": "% inside 90 %",
-        "width": "90 % high / low",
-    }
-    shown = table.set_index(table["held_out"].rename("held out"))[list(names)].rename(columns=names)
-    caption = (
-        "Inside: percentage of rows inside the 50 % and the 90 % interval for a new checkpoint. "
-        "High / low: how wide the 90 % interval is, as a factor."
-    )
-    found.append(Table(shown, caption))
+    found.append(_score_table(held_out.scores, several=len(group.members) > 1))
     failures = held_out.scores[held_out.scores["error"].fillna("") != ""]
     reasons = [f"{row.fit}, {row.held_out}: {row.error}" for row in failures.itertuples()]
     return [*found, Bullets(tuple(reasons), "Could not be scored")] if reasons else found
+
+
+def _score_table(scores: pd.DataFrame, *, several: bool) -> Table:
+    """Tabulate scores split by split, the fits under each other."""
+    columns = {
+        "rows": scores["rows"],
+        "median |log error|": scores["median_abs_log_error"],
+        "error, ×": np.exp(scores["median_abs_log_error"]),
+        "predicted / observed": np.exp(scores["bias"]),
+        "% inside 50 %": (100 * scores["coverage_50"]).round(),
+        "% inside 90 %": (100 * scores["coverage_90"]).round(),
+        "90 % high / low": np.exp(scores["width_90"]),
+    }
+    first = {"fit": scores["fit"]} if several else {}
+    table = pd.DataFrame({**first, **columns})
+    table.index = pd.Index(scores["held_out"], name="held out")
+    order = np.argsort(pd.factorize(scores["held_out"])[0], kind="stable")
+    caption = (
+        "Error: median over the rows left out, as a logarithm and as a factor. Predicted over "
+        "observed: median, the bias. Inside: percentage of rows inside the 50 % and the 90 % "
+        "interval for a new checkpoint. High over low: median, the width of the 90 % interval."
+    )
+    return Table(table.iloc[order], caption)
 
 
 def _score_figures(scored: pd.DataFrame, name: str) -> tuple[Figure, ...]:
@@ -346,7 +352,7 @@ def _score_figures(scored: pd.DataFrame, name: str) -> tuple[Figure, ...]:
             for row in scored.itertuples()
         )
         full = f"{name}-{kind}"
-        drawn.append(Figure(full, figures.to_svg(draw(scored), name=full, alt=alt), alt, what))
+        drawn.append(Figure(full, figures.to_svg(draw(scored), name=full, alt=alt), alt, ""))
     return tuple(drawn)
 
 

@@ -140,7 +140,7 @@ def predicted_observed(fit: Fit, rows: pd.DataFrame, *, ax: Axes | None = None) 
         Points coloured by family, else by bits; the identity; and bands that hold 50 % and 90 % of
         new rows of new clusters by the scatter around the law.
     """
-    ax = _axes(ax, 5.2, 4.4)
+    ax = _axes(ax, 4.6, 4.1)
     x, y = predicted(fit, rows), rows[fit.law.target].to_numpy()
     low, high = min(x.min(), y.min()) / 1.3, max(x.max(), y.max()) * 1.3
     line = np.array([low, high])
@@ -155,7 +155,7 @@ def predicted_observed(fit: Fit, rows: pd.DataFrame, *, ax: Axes | None = None) 
         ax.fill_between(line, line * edges[0], line * edges[1], **style)
     ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     for axis in (ax.xaxis, ax.yaxis):
-        _log_ticks(axis, np.array([low, high]), lambda value: f"{value:g}")
+        _log_ticks(axis, np.array([low, high]), "{:g}".format)
     ax.set(xlabel=f"predicted {label(fit.law.target)}", ylabel=f"observed {label(fit.law.target)}")
     _legend_above(ax)
     return ax
@@ -218,17 +218,18 @@ def residuals_against(
 def _number_panel(ax: Axes, column: str, values: np.ndarray, ratio: np.ndarray) -> None:
     """Draw ratios against numbers, logarithmic where they span more than a factor of three."""
     ax.axhline(1, color=INK, lw=0.9)
-    ax.scatter(values, ratio, s=12, color=COLOURS[0], alpha=0.45, lw=0)
+    ax.scatter(values, ratio, s=12, color=COLOURS[0], alpha=0.6, lw=0)
     centres, medians = binned_median(values, ratio)
     ax.plot(centres, medians, color=COLOURS[4], lw=1.8, marker="o", ms=3.5)
     ax.set_yscale("log")
-    _log_ticks(ax.yaxis, ratio, lambda value: f"×{value:g}")
+    _log_ticks(ax.yaxis, ratio, "×{:g}".format)
     unique = np.unique(values)
     if column == "bits" and len(unique) <= 8:
         ax.xaxis.set_major_locator(FixedLocator(unique.tolist()))
     elif unique[0] > 0 and unique[-1] > 3 * unique[0]:
         ax.set_xscale("log")
-        _log_ticks(ax.xaxis, values, count if unique[-1] >= 1e3 else lambda value: f"{value:g}")
+        text = count if unique[-1] >= 1e3 else "{:g}".format
+        _log_ticks(ax.xaxis, values, text, most=5)
     elif unique[-1] >= 1e3:
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: count(value)))
     ax.set_ylabel("observed / predicted")
@@ -239,11 +240,11 @@ def _text_panel(ax: Axes, values: np.ndarray, levels: Sequence[str], ratio: np.n
     ax.axvline(1, color=INK, lw=0.9)
     for i, level in enumerate(levels):
         here = ratio[values == level]
-        ax.scatter(here, np.full(len(here), i), s=12, color=COLOURS[0], alpha=0.45, lw=0)
+        ax.scatter(here, np.full(len(here), i), s=12, color=COLOURS[0], alpha=0.6, lw=0)
         middle = float(np.median(here))
         ax.plot([middle, middle], [i - 0.3, i + 0.3], color=COLOURS[4], lw=2.2)
     ax.set_xscale("log")
-    _log_ticks(ax.xaxis, ratio, lambda value: f"×{value:g}", most=4)
+    _log_ticks(ax.xaxis, ratio, "×{:g}".format, most=4)
     shown = [level if len(level) <= 24 else f"{level[:23]}…" for level in levels]
     ax.set_yticks(range(len(levels)), shown)
     for text in ax.get_yticklabels():
@@ -300,7 +301,7 @@ def held_out_error(scores: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax.set_xscale("log")
     ax.axvline(1, color=INK, lw=0.9)
     seen = np.exp(scores["median_abs_log_error"].dropna().to_numpy())
-    _log_ticks(ax.xaxis, np.append(seen, [1.0, 1.5]), lambda value: f"×{value:g}")
+    _log_ticks(ax.xaxis, np.append(seen, [1.0, 1.5]), "×{:g}".format)
     ax.set_xlabel("typical error, as a factor")
     return ax
 

@@ -160,20 +160,24 @@ def _interval(row: pd.Series, *, first: bool) -> str:
 
 def _sureness(label: str, held_out: HeldOut, summary: pd.DataFrame) -> str:
     """Say how large the errors on unseen rows were and whether intervals held them."""
-    if (label, LEAVE_ONE_OUT) in summary.index:
-        scores = summary.loc[(label, LEAVE_ONE_OUT)]
-        splits = int(scores["splits"])
-        tested = f"On each {held_out.left_out} that it had not seen"
-        spread = f" (from {times(scores['lowest'])} to {times(scores['highest'])} over {splits})"
-    elif (label, LARGEST) in summary.index:
-        scores = summary.loc[(label, LARGEST)]
-        tested, spread = "On the largest sizes, held out,", ""
-    else:
+    parts = []
+    for protocol, unseen in (
+        (LEAVE_ONE_OUT, f"each {held_out.left_out} left out"),
+        (LARGEST, "the largest sizes, left out"),
+    ):
+        if (label, protocol) not in summary.index:
+            continue
+        scores = summary.loc[(label, protocol)]
+        over = int(scores["splits"])
+        spread = f" (from {times(scores['lowest'])} to {times(scores['highest'])} over {over})"
+        parts.append(
+            f"on {unseen}, its typical error was a factor of {times(scores['error'])}"
+            f"{spread if over > 1 else ''} and {percent(scores['coverage_90'])} of the measured "
+            "values lay in its 90 % intervals"
+        )
+    if not parts:
         return "How it does on unseen rows could not be tested."
-    return (
-        f"{tested}, its typical error was a factor of {times(scores['error'])}{spread}, and "
-        f"{percent(scores['coverage_90'])} of the measured values lay in its 90 % intervals."
-    ).replace(",,", ",")
+    return f"{parts[0][0].upper()}{'; '.join(parts)[1:]}."
 
 
 def status(fit: Fit) -> str:
