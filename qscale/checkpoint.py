@@ -144,7 +144,7 @@ def describe(folder: str | Path) -> Description:
     content = hashlib.sha256()
     for name, digest in digests.items():
         content.update(f"{name} {tensors[name].dtype} {tensors[name].shape} {digest}\n".encode())
-    sizes = {name: t.size for name, t in tensors.items() if not _is_buffer(name, t.shape)}
+    sizes = {name: t.size for name, t in tensors.items() if not _is_buffer(name, ndim=len(t.shape))}
     outer = {name for name in sizes if _module(name) in _EMBEDDINGS | _HEADS}
     copies = _tied_copies(outer, digests, config.get("tie_word_embeddings"))
     total = sum(size for name, size in sizes.items() if name not in copies)
@@ -185,11 +185,11 @@ def _module(name: str) -> str:
     return name.split(".")[-2] if "." in name else ""
 
 
-def _is_buffer(name: str, shape: tuple[int, ...]) -> bool:
+def _is_buffer(name: str, *, ndim: int) -> bool:
     """Whether a saved tensor is not a parameter: causal masks and rotary frequencies."""
     if name.endswith(("masked_bias", "inv_freq")):
         return True
-    return name.endswith((".attn.bias", ".attention.bias")) and len(shape) == 4
+    return name.endswith((".attn.bias", ".attention.bias")) and ndim == 4
 
 
 def _tied_copies(outer: set[str], digests: dict[str, str], tied: bool | None) -> set[str]:
@@ -364,7 +364,7 @@ def _load_model(description: Description) -> PreTrainedModel:
         raise CheckpointError(
             f"{folder}: {name!r} has shape {found}, the configuration asks for {asked}."
         )
-    for name in sorted(info["unexpected_keys"]):
+    for name in sorted(key for key in info["unexpected_keys"] if not _is_buffer(key, ndim=4)):
         raise CheckpointError(f"{folder}: the configuration has no place for weight {name!r}.")
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight).all():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - read when the command line is parsed
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from qscale.cli.console import console
-from qscale.errors import QscaleError
 
 
 def report(
@@ -30,20 +29,16 @@ def report(
     force
         Replace outputs that exist.
     """
-    from qscale.fit.shipped import find  # noqa: PLC0415
-    from qscale.report import write  # noqa: PLC0415
+    from rich.markup import escape  # noqa: PLC0415
 
-    named = dict(zip(_labels(fits), map(find, fits), strict=True))
+    from qscale.report import write_report  # noqa: PLC0415
+
     with console.status("Reading") as status:
-        written = write(named, output, table=table, force=force, progress=status.update)
+
+        def progress(step: str) -> None:
+            status.update(escape(step))
+
+        written = write_report(fits, output, table=table, force=force, progress=progress)
     console.print(f"Report: {written.html}", markup=False, soft_wrap=True)
     console.print(f"Markdown: {written.markdown}", markup=False, soft_wrap=True)
     console.print(f"Figures: {written.figures}", markup=False, soft_wrap=True)
-
-
-def _labels(fits: tuple[str, ...]) -> list[str]:
-    """Name fits by their files, in full where two files have one name."""
-    if len(set(fits)) < len(fits):
-        raise QscaleError("the same fit is given twice.")
-    stems = [Path(fit).stem for fit in fits]
-    return [stem if stems.count(stem) == 1 else fit for fit, stem in zip(fits, stems, strict=True)]

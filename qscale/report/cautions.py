@@ -17,7 +17,7 @@ from qscale.report.words import listed, number, percent, plural, times
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from qscale.report.evidence import Evidence
+    from qscale.report.evidence import Evidence, Summaries
 
 FEW_CLUSTERS = 10
 LARGE_SHARE = 0.2
@@ -30,7 +30,7 @@ RECIPE = ("lr_peak", "lr", "decay_fraction", "lr_sum", "weight_decay", "batch_to
 SETTING = ("n_params", "tokens", "bits", "group_size", "bits_per_weight")
 
 
-def cautions(evidence: Evidence, summary: pd.DataFrame) -> dict[str, str]:
+def cautions(evidence: Evidence, summary: Summaries) -> dict[str, str]:
     """Return what a reader should know before trusting a fit.
 
     Parameters
@@ -51,28 +51,28 @@ def cautions(evidence: Evidence, summary: pd.DataFrame) -> dict[str, str]:
 
 
 def other_table(evidence: Evidence) -> str | None:
-    """The report's table is not the one that was fitted."""
+    """Warn that the report's table is not the one that was fitted."""
     if evidence.fit.data.sha256 == evidence.refitted.data.sha256:
         return None
     return (
-        f"The table has changed since the fit, or is another one: {plural(len(evidence.rows), 'row')}"
-        f" now usable, {evidence.fit.data.rows} then. Figures and held-out scores below are of the "
+        f"The table has changed since the fit, or is another one: now {len(evidence.rows)} usable "
+        f"rows, then {evidence.fit.data.rows}. Figures and held-out scores below are of the "
         "table at hand, the parameters of the fit. Fit again to bring them together."
     )
 
 
 def failed(evidence: Evidence) -> str | None:
-    """No start converged."""
+    """Warn that no start converged."""
     return _status(evidence, "failed")
 
 
 def bound_hit(evidence: Evidence) -> str | None:
-    """A parameter ended on its bound."""
+    """Warn that a parameter ended on its bound."""
     return _status(evidence, "bound_hit")
 
 
 def not_identified(evidence: Evidence) -> str | None:
-    """Parameters cannot be told apart."""
+    """Warn that parameters cannot be told apart."""
     return _status(evidence, "not_identified")
 
 
@@ -85,7 +85,7 @@ def _status(evidence: Evidence, status: str) -> str | None:
 
 
 def lonely_start(evidence: Evidence) -> str | None:
-    """Only one of several starts found the best minimum."""
+    """Warn that only one of several starts found the best minimum."""
     search = evidence.fit.search
     if search.agreeing > 1 or search.starts == 1:
         return None
@@ -96,7 +96,7 @@ def lonely_start(evidence: Evidence) -> str | None:
 
 
 def few_clusters(evidence: Evidence) -> str | None:
-    """Bootstrap percentile intervals need clusters."""
+    """Warn that too few clusters were resampled."""
     data = evidence.fit.data
     if data.clusters >= FEW_CLUSTERS:
         return None
@@ -107,7 +107,7 @@ def few_clusters(evidence: Evidence) -> str | None:
 
 
 def lost_refits(evidence: Evidence) -> str | None:
-    """Bootstrap refits are missing."""
+    """Warn that bootstrap refits are missing."""
     search = evidence.fit.search
     if search.boots_converged < 20:
         return (
@@ -124,7 +124,7 @@ def lost_refits(evidence: Evidence) -> str | None:
 
 
 def set_aside(evidence: Evidence) -> str | None:
-    """Many rows that the query asked for could not be used."""
+    """Warn that many rows that the query asked for could not be used."""
     data = evidence.fit.data
     lost = sum(s.rows for s in data.set_aside if not s.reason.startswith("not "))
     share = lost / (lost + data.rows)
@@ -137,7 +137,7 @@ def set_aside(evidence: Evidence) -> str | None:
 
 
 def no_logarithm(evidence: Evidence) -> str | None:
-    """Rows at or below zero were left out because of their outcome."""
+    """Warn that rows at or below zero were left out because of their outcome."""
     lost = sum(s.rows for s in evidence.fit.data.set_aside if "has no logarithm" in s.reason)
     if not lost:
         return None
@@ -149,7 +149,7 @@ def no_logarithm(evidence: Evidence) -> str | None:
 
 
 def chosen_by_outcome(evidence: Evidence) -> str | None:
-    """The query chose rows by what the law predicts."""
+    """Warn that the query chose rows by what the law predicts."""
     where = evidence.fit.data.options.get("where") or ""
     used = [name for name in (evidence.law.target, "loss_q") if re.search(rf"\b{name}\b", where)]
     if not used:
@@ -161,7 +161,7 @@ def chosen_by_outcome(evidence: Evidence) -> str | None:
 
 
 def trend(evidence: Evidence) -> str | None:
-    """Residuals move with a column that the law does not have."""
+    """Warn that residuals move with a column that the law does not have."""
     found = [f"{name} (rank correlation {rho:.2f})" for name, rho in trends(evidence).items()]
     if not found:
         return None
@@ -200,7 +200,7 @@ def trends(evidence: Evidence) -> dict[str, float]:
 
 
 def confounded(evidence: Evidence) -> str | None:
-    """Columns of the law, or tokens and the learning rate, move together."""
+    """Warn that columns of the law, or one of them and the learning rate, move together."""
     rows, law_columns = evidence.rows, evidence.law.columns
     numbers = [
         c
@@ -224,7 +224,7 @@ def confounded(evidence: Evidence) -> str | None:
 
 
 def no_effect(evidence: Evidence) -> str | None:
-    """An exponent's interval holds zero."""
+    """Warn that an exponent's interval holds zero."""
     table = evidence.fit.parameters()
     fixed = evidence.fit.data.options.get("fixed", {})
     open_signs = [
@@ -242,14 +242,14 @@ def no_effect(evidence: Evidence) -> str | None:
 
 
 def off_published(evidence: Evidence) -> str | None:
-    """Published exponents lie outside the fit's intervals."""
+    """Warn that published exponents lie outside the fit's intervals."""
     table = evidence.fit.parameters()
     found = []
     for constants in published(evidence.law):
         outside = [
             f"{name} {number(value)} (here {number(table['low'][name], 3)} to "
             f"{number(table['high'][name], 3)})"
-            for name, value in constants.values.items()
+            for name, value in constants.values.items()  # noqa: PD011 - not a frame's
             if name in _exponents(evidence)
             and (value < table["low"][name] or value > table["high"][name])
         ]
@@ -261,7 +261,7 @@ def off_published(evidence: Evidence) -> str | None:
 
 
 def _exponents(evidence: Evidence) -> set[str]:
-    """Names of the law's parameters other than amplitudes and offsets."""
+    """Return the names of the law's parameters other than amplitudes and offsets."""
     return {
         p.name
         for factor in evidence.law.factors
@@ -271,7 +271,7 @@ def _exponents(evidence: Evidence) -> set[str]:
 
 
 def large_offsets(evidence: Evidence) -> str | None:
-    """Offsets differ by more than an effect of the law over its whole range."""
+    """Warn that offsets differ by more than an effect of the law over its whole range."""
     spans = {"offset": 0.0}
     start = 0
     for factor in evidence.fit.law.factors:
@@ -289,20 +289,18 @@ def large_offsets(evidence: Evidence) -> str | None:
     columns = [f.options["column"] for f in evidence.fit.law.factors if f.kind == "offset"]
     return (
         f"Rows that differ only in {listed(columns)} differ by up to ×{times(largest)}, more than "
-        f"the whole range of {listed(smaller)} makes: what looks like an effect may be a difference "
-        "between sources of rows, and predictions for a new one are wide."
+        f"the whole range of {listed(smaller)} makes: what looks like an effect may be a "
+        "difference between sources of rows, and predictions for a new one are wide."
     )
 
 
-def coverage(label: str, summary: pd.DataFrame) -> str | None:
-    """Intervals hold many fewer or many more held-out rows than they should."""
+def coverage(label: str, summary: Summaries) -> str | None:
+    """Warn that intervals hold many fewer or many more held-out rows than they should."""
     found = []
-    for protocol, (level, gap) in itertools.product(
-        (LEAVE_ONE_OUT, LARGEST), COVERAGE_GAP.items()
-    ):
-        if (label, protocol) not in summary.index:
+    for protocol, (level, gap) in itertools.product((LEAVE_ONE_OUT, LARGEST), COVERAGE_GAP.items()):
+        if (label, protocol) not in summary:
             continue
-        share = float(summary.loc[(label, protocol), f"coverage_{level}"])
+        share = summary[label, protocol].coverage[level]
         if abs(share - level / 100) > gap:
             way = "too narrow" if share < level / 100 else "too wide"
             found.append(f"{percent(share)} in the {level} % intervals ({protocol}: {way})")

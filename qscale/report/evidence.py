@@ -93,6 +93,30 @@ class HeldOut:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Held-out scores of one fit over the splits of one protocol.
+
+    Parameters
+    ----------
+    splits
+        Number of splits.
+    error, lowest, highest
+        Median absolute log error of a split: mean, lowest and highest.
+    coverage
+        Share of all held-out rows inside their 50 % and 90 % interval, by level.
+    """
+
+    splits: int
+    error: float
+    lowest: float
+    highest: float
+    coverage: dict[int, float]
+
+
+Summaries = dict[tuple[str, str], Summary]
+
+
 def without_offsets(law: Law) -> Law:
     """Return the law without the offsets that a fit added."""
     return replace(law, factors=tuple(f for f in law.factors if f.kind != "offset"))
@@ -142,9 +166,7 @@ def gather(label: str, fit: Fit, table: pd.DataFrame) -> Evidence:
     refitted = fit_law(table, law, **options, n_boot=0, name=name)
     filled = {column: table[column].fillna("unknown") for column in options["offset"]}
     numbered = table.assign(**filled, **{_ROW: np.arange(len(table))})
-    selection = select(
-        numbered, law, where=options["where"], cluster=options["cluster"], name=name
-    )
+    selection = select(numbered, law, where=options["where"], cluster=options["cluster"], name=name)
     rows = selection.frame
     return Evidence(
         label=label,
@@ -227,37 +249,40 @@ def _leave_out(
     return splits, "part of the clusters", [note]
 
 
-def summarize(scores: pd.DataFrame) -> pd.DataFrame:
-    """Summarize scores over the splits of each fit and protocol.
-
-    Returns
-    -------
-    pandas.DataFrame
-        Indexed by ``fit`` and ``protocol``: ``splits`` that could be scored, their ``rows``,
-        ``error`` (mean over splits of the median absolute log error), ``lowest`` and ``highest``
-        of it, ``bias`` and ``width_90`` (means), ``coverage_50`` and ``coverage_90`` (shares of all
-        held-out rows).
-    """
+def summarize(scores: pd.DataFrame) -> Summaries:
+    """Summarize scores over the splits of each fit and protocol, those that could be scored."""
     scored = scores.dropna(subset=["median_abs_log_error"])
-    records = []
-    for (fit, protocol), part in scored.groupby(["fit", "protocol"], sort=False):
-        weights = part["rows"].to_numpy(dtype=float)
-        errors = part["median_abs_log_error"]
-        records.append(
-            {
-                "fit": fit,
-                "protocol": protocol,
-                "splits": len(part),
-                "rows": int(part["rows"].sum()),
-                "error": errors.mean(),
-                "lowest": errors.min(),
-                "highest": errors.max(),
-                "bias": part["bias"].mean(),
-                "coverage_50": float(np.average(part["coverage_50"], weights=weights)),
-                "coverage_90": float(np.average(part["coverage_90"], weights=weights)),
-                "width_90": part["width_90"].mean(),
-            }
+    return {
+        (str(fit), str(protocol)): Summary(
+            splits=len(part),
+            error=float(part["median_abs_log_error"].mean()),
+            lowest=float(part["median_abs_log_error"].min()),
+            highest=float(part["median_abs_log_error"].max()),
+            coverage={
+                level: float(np.average(part[f"coverage_{level}"], weights=part["rows"]))
+                for level in (50, 90)
+            },
         )
-    columns = ["fit", "protocol", "splits", "rows", "error", "lowest", "highest", "bias"]
-    columns += ["coverage_50", "coverage_90", "width_90"]
-    return pd.DataFrame(records, columns=columns).set_index(["fit", "protocol"])
+        for (fit, protocol), part in scored.groupby(["fit", "protocol"], sort=False)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Fits of one target on one table, with the held-out scores that compare them.
+
+    Parameters
+    ----------
+    members
+        The fits beside their rows.
+    held_out
+        Their scores.
+    """
+
+    members: tuple[Evidence, ...]
+    held_out: HeldOut
+
+    @property
+    def summary(self) -> Summaries:
+        """The scores summarized by fit and protocol."""
+        return summarize(self.held_out.scores)

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import functools
 import re
-from io import StringIO
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
-from xml.sax.saxutils import escape, quoteattr
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.mathtext import MathTextParser
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
 from qscale.report.evidence import predicted
+from qscale.report.svg import INK, STYLE
 from qscale.report.tables import count
 from qscale.table import COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from matplotlib.axes import Axes
     from matplotlib.axis import Axis
 
     from qscale.fit import Fit
@@ -31,40 +30,9 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Stands for the text colour of the page: `to_svg` writes it as currentColor, so that a figure
-# follows a light or dark page.
-INK = "#0b0c0d"
 # Okabe and Ito's colours, told apart with any common colour blindness, less yellow and black.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8C6D46")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-
-STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9.5,
-    "axes.titlesize": 10,
-    "axes.labelsize": 9.5,
-    "xtick.labelsize": 9,
-    "ytick.labelsize": 9,
-    "legend.fontsize": 9,
-    "legend.frameon": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "text.color": INK,
-    "axes.facecolor": "none",
-    "figure.facecolor": "none",
-    "savefig.facecolor": "none",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": INK,
-    "grid.alpha": 0.13,
-    "grid.linewidth": 0.6,
-    "svg.fonttype": "path",
-    "mathtext.fontset": "cm",
-}
 
 
 def _styled(draw: Callable[P, T]) -> Callable[P, T]:
@@ -107,11 +75,13 @@ def equation(law: Law, *, ax: Axes | None = None) -> Axes:
     matplotlib.axes.Axes
         Axes with nothing but the equation.
     """
-    ax = _axes(ax, 5.0, 0.6)
+    ax = Figure(figsize=(5.0, 0.6)).subplots() if ax is None else ax
     ax.set_axis_off()
-    # In column names an underscore is a letter, not a subscript.
+    # In column names an underscore is a letter, not a subscript, and a space is seen.
     names = re.sub(
-        r"\\mathrm\{([^{}]*)\}", lambda name: name[0].replace("_", r"\_"), law.latex
+        r"\\mathrm\{([^{}]*)\}",
+        lambda name: name[0].replace("_", r"\_").replace(" ", r"\ "),
+        law.latex,
     )
     text = ax.text(0, 0.5, f"${names}$", ha="left", va="center", fontsize=17)
     try:
@@ -146,13 +116,13 @@ def predicted_observed(fit: Fit, rows: pd.DataFrame, *, ax: Axes | None = None) 
     line = np.array([low, high])
     scatter = fit.scatter.draw(20_000, np.random.default_rng(0))
     for name, mask, colour, marker in _groups(rows):
-        style = {"s": 20, "color": colour, "marker": marker, "alpha": 0.8, "lw": 0}
-        ax.scatter(x[mask], y[mask], **style, label=name, zorder=3)
+        points: dict[str, Any] = {"s": 20, "color": colour, "marker": marker, "alpha": 0.8, "lw": 0}
+        ax.scatter(x[mask], y[mask], **points, label=_short(name), zorder=3)
     ax.plot(line, line, color=INK, lw=1)
     for level, alpha in ((50, 0.16), (90, 0.09)):
         edges = np.exp(np.quantile(scatter, [0.5 - level / 200, 0.5 + level / 200]))
-        style = {"color": INK, "alpha": alpha, "lw": 0, "label": f"{level} % band"}
-        ax.fill_between(line, line * edges[0], line * edges[1], **style)
+        band: dict[str, Any] = {"color": INK, "alpha": alpha, "lw": 0, "label": f"{level} % band"}
+        ax.fill_between(line, line * edges[0], line * edges[1], **band)
     ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     for axis in (ax.xaxis, ax.yaxis):
         _log_ticks(axis, np.array([low, high]), "{:g}".format)
@@ -171,17 +141,13 @@ def _groups(rows: pd.DataFrame) -> list[tuple[str, np.ndarray, str, str]]:
             names = [(v, str(v) if column == "family" else f"{v:g} bits") for v in sorted(values)]
             groups = [(name, (rows[column] == value).to_numpy()) for value, name in names]
             unknown = rows[column].isna().to_numpy()
-            found = [
-                (name, mask, COLOURS[i], MARKERS[i]) for i, (name, mask) in enumerate(groups)
-            ]
+            found = [(name, mask, COLOURS[i], MARKERS[i]) for i, (name, mask) in enumerate(groups)]
             return found + ([("unknown", unknown, INK, ".")] if unknown.any() else [])
     return [("rows", np.ones(len(rows), dtype=bool), COLOURS[0], MARKERS[0])]
 
 
 @_styled
-def residuals_against(
-    fit: Fit, rows: pd.DataFrame, column: str, *, ax: Axes | None = None
-) -> Axes:
+def residuals_against(fit: Fit, rows: pd.DataFrame, column: str, *, ax: Axes | None = None) -> Axes:
     """Draw observed over predicted against one column, with the median along it.
 
     Parameters
@@ -218,7 +184,7 @@ def residuals_against(
 def _number_panel(ax: Axes, column: str, values: np.ndarray, ratio: np.ndarray) -> None:
     """Draw ratios against numbers, logarithmic where they span more than a factor of three."""
     ax.axhline(1, color=INK, lw=0.9)
-    ax.scatter(values, ratio, s=12, color=COLOURS[0], alpha=0.6, lw=0)
+    ax.scatter(values, ratio, s=12, color=COLOURS[0], alpha=0.5, lw=0)
     centres, medians = binned_median(values, ratio)
     ax.plot(centres, medians, color=COLOURS[4], lw=1.8, marker="o", ms=3.5)
     ax.set_yscale("log")
@@ -240,13 +206,12 @@ def _text_panel(ax: Axes, values: np.ndarray, levels: Sequence[str], ratio: np.n
     ax.axvline(1, color=INK, lw=0.9)
     for i, level in enumerate(levels):
         here = ratio[values == level]
-        ax.scatter(here, np.full(len(here), i), s=12, color=COLOURS[0], alpha=0.6, lw=0)
+        ax.scatter(here, np.full(len(here), i), s=12, color=COLOURS[0], alpha=0.5, lw=0)
         middle = float(np.median(here))
         ax.plot([middle, middle], [i - 0.3, i + 0.3], color=COLOURS[4], lw=2.2)
     ax.set_xscale("log")
     _log_ticks(ax.xaxis, ratio, "×{:g}".format, most=4)
-    shown = [level if len(level) <= 24 else f"{level[:23]}…" for level in levels]
-    ax.set_yticks(range(len(levels)), shown)
+    ax.set_yticks(range(len(levels)), [_short(level) for level in levels])
     for text in ax.get_yticklabels():
         text.set_parse_math(False)
     ax.set_ylim(len(levels) - 0.4, -0.6)
@@ -332,15 +297,18 @@ def _score_panel(scores: pd.DataFrame, values: pd.Series, ax: Axes | None) -> Ax
     """Draw one strip a split and one marker a fit, a little apart."""
     splits = scores["held_out"].drop_duplicates().tolist()
     fits = scores["fit"].drop_duplicates().tolist()
-    ax = _axes(ax, 3.9, 1.1 + (0.26 + 0.08 * len(fits)) * len(splits))
+    legend = 0.2 * len(fits) if len(fits) > 1 else 0.0
+    ax = _axes(ax, 3.9, 1.1 + (0.26 + 0.08 * len(fits)) * len(splits) + legend)
     places = {split: i for i, split in enumerate(splits)}
     apart = 0.6 / max(len(fits), 2)
     for i, name in enumerate(fits):
         mine = (scores["fit"] == name).to_numpy()
         height = scores.loc[mine, "held_out"].map(places) + apart * (i - (len(fits) - 1) / 2)
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-        ax.scatter(values[mine], height, s=34, color=colour, marker=marker, lw=0, label=name)
-    ax.set_yticks(range(len(splits)), splits)
+        ax.scatter(
+            values[mine], height, s=34, color=colour, marker=marker, lw=0, label=_short(name, 40)
+        )
+    ax.set_yticks(range(len(splits)), [_short(split) for split in splits])
     ax.set_ylim(len(splits) - 0.4, -0.6)
     for text in ax.get_yticklabels():
         text.set_parse_math(False)
@@ -349,12 +317,18 @@ def _score_panel(scores: pd.DataFrame, values: pd.Series, ax: Axes | None) -> Ax
     return ax
 
 
+def _short(text: str, most: int = 24) -> str:
+    """Shorten a label so that it leaves room for the drawing."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def _legend_above(ax: Axes) -> None:
     """Put the legend over the axes, where it covers no point."""
+    longest = max(len(str(text)) for text in ax.get_legend_handles_labels()[1])
     legend = ax.legend(
         loc="lower left",
         bbox_to_anchor=(-0.02, 1.0),
-        ncols=3,
+        ncols=3 if longest <= 12 else 2 if longest <= 20 else 1,
         handletextpad=0.3,
         columnspacing=1.2,
         borderaxespad=0.2,
@@ -376,37 +350,3 @@ def _log_ticks(
     axis.set_major_locator(LogLocator(subs=steps, numticks=most + 2))
     axis.set_major_formatter(FuncFormatter(lambda value, _: text(float(f"{value:.6g}"))))
     axis.set_minor_formatter(NullFormatter())
-
-
-def to_svg(ax: Axes, *, name: str, alt: str) -> str:
-    """Return the figure of some axes as SVG text that stands alone or inside a page.
-
-    Parameters
-    ----------
-    ax
-        Any axes of the figure.
-    name
-        Prefix that keeps the ids of several figures in one page apart.
-    alt
-        Text alternative, written as the drawing's title.
-
-    Returns
-    -------
-    str
-        The ``svg`` element: no date, no outside reference, the same bytes for the same figure.
-    """
-    figure = ax.get_figure(root=True)
-    if figure is None:
-        raise ValueError("the axes belong to no figure")
-    text = StringIO()
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    with mpl.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure.savefig(text, format="svg", bbox_inches="tight", pad_inches=0.04, metadata=nothing)
-    svg = text.getvalue()
-    svg = re.sub(r"<!--.*?-->\n?", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    svg = re.sub(r'\bid="', f'id="{name}-', svg)
-    svg = re.sub(r'(href="|url\()#', rf"\g<1>#{name}-", svg)
-    svg = svg.replace(INK, "currentColor")
-    start = f"<svg role=\"img\" aria-label={quoteattr(alt)} "
-    title = f">\n<title>{escape(alt)}</title>"
-    return svg.replace("<svg ", start, 1).replace(">", title, 1)

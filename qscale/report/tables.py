@@ -1,4 +1,4 @@
-"""Numbers and data frames as text: one place decides digits, one helper writes HTML and Markdown."""
+"""Numbers and data frames as text: digits decided in one place, tables as HTML and Markdown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
 import pandas as pd
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,24 +68,30 @@ def escape_markdown(text: str) -> Markdown:
 
 def to_html(frame: pd.DataFrame) -> Markup:
     """Return a frame as an HTML table, its index as row headers, all text escaped."""
-    numeric = [pd.api.types.is_numeric_dtype(frame[name]) for name in frame.columns]
-    kinds = [Markup(' class="n"') if is_number else Markup("") for is_number in numeric]
+    right = [pd.api.types.is_numeric_dtype(frame[name]) for name in frame.columns]
     head = [Markup('<th scope="col">{}</th>').format(frame.index.name or "")]
     head += [
-        Markup('<th scope="col"{}>{}</th>').format(kind, name)
-        for kind, name in zip(kinds, frame.columns, strict=True)
+        Markup('<th scope="col"{}>{}</th>').format(_style("", is_number), name)
+        for is_number, name in zip(right, frame.columns, strict=True)
     ]
     body = []
     for label, cells in _cells(frame):
-        row = [Markup('<th scope="row">{}</th>').format(label)]
+        row = [Markup('<th scope="row"{}>{}</th>').format(_style(label, False), label)]
         row += [
-            Markup("<td{}>{}</td>").format(kind, cell)
-            for kind, cell in zip(kinds, cells, strict=True)
+            Markup("<td{}>{}</td>").format(_style(cell, is_number), cell)
+            for is_number, cell in zip(right, cells, strict=True)
         ]
         body.append(Markup("<tr>{}</tr>").format(Markup("").join(row)))
     return Markup("<table><thead><tr>{}</tr></thead><tbody>{}</tbody></table>").format(
         Markup("").join(head), Markup("\n").join(body)
     )
+
+
+def _style(cell: str, is_number: bool) -> Markup:
+    """Return the class of a cell: numbers to the right, long text may break anywhere."""
+    if is_number:
+        return Markup(' class="n"')
+    return Markup(' class="long"') if len(cell) > 16 else Markup("")
 
 
 def to_markdown(frame: pd.DataFrame) -> Markdown:
@@ -103,6 +109,3 @@ def _cells(frame: pd.DataFrame) -> Iterator[tuple[str, list[str]]]:
     columns = [[number(value) for value in frame[name].tolist()] for name in frame.columns]
     for i, label in enumerate(frame.index):
         yield number(label), [str(column[i]) for column in columns]
-
-
-__all__ = ["Markdown", "count", "escape", "escape_markdown", "number", "to_html", "to_markdown"]

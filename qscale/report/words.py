@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from qscale.fit import Fit
-    from qscale.report.evidence import Evidence, HeldOut
+    from qscale.report.evidence import Evidence, HeldOut, Summaries
 
+SMALL = 0.1  # log errors below it are said in percent
 _MOST_BITS = 3
 
 
@@ -47,6 +49,19 @@ def times(log_factor: float) -> str:
     return number(float(np.exp(log_factor)), 3)
 
 
+def off_by(log_error: float) -> str:
+    """Say an absolute log error, in percent where it is small.
+
+    Examples
+    --------
+    >>> off_by(0.003), off_by(0.6931)
+    ('0.3 %', 'a factor of 2')
+    """
+    if log_error < SMALL:
+        return f"{number(100 * float(np.expm1(log_error)), 2)} %"
+    return f"a factor of {times(log_error)}"
+
+
 def percent(share: float) -> str:
     """Say a share in whole percent."""
     return f"{100 * share:.0f} %"
@@ -69,12 +84,25 @@ def value_in_words(column: str, value: float) -> str:
     Examples
     --------
     >>> value_in_words("n_params", 7e9), value_in_words("lr_peak", 3e-4)
-    ('7B parameters', 'lr_peak 0.0003')
+    ('7B parameters', 'lr_peak 3e-4')
     """
     unit = COLUMNS[column].unit if column in COLUMNS else ""
     if unit in {"parameters", "tokens"}:
         return f"{count(value)} {unit}"
-    return f"{value:g} bits" if column == "bits" else f"{column} {value:g}"
+    if column == "bits":
+        return f"{value:g} bit{'' if value == 1 else 's'}"
+    return f"{column} {number(value, 3)}"
+
+
+def slug(label: str) -> str:
+    """Return a label as part of a file name or anchor.
+
+    Examples
+    --------
+    >>> slug("fits/GPTQ ouyang.json")
+    'fits-gptq-ouyang-json'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-") or "fit"
 
 
 def middle_settings(evidence: Evidence) -> pd.DataFrame:
@@ -102,7 +130,7 @@ def described(settings: pd.DataFrame) -> list[str]:
     return [value_in_words(column, settings[column][0]) for column in common]
 
 
-def headline(evidence: Evidence, held_out: HeldOut, summary: pd.DataFrame) -> str:
+def headline(evidence: Evidence, held_out: HeldOut, summary: Summaries) -> str:
     """Answer in a few sentences what quantization will cost and how sure that is.
 
     Parameters
@@ -134,10 +162,14 @@ def _cost(evidence: Evidence) -> str:
     offsets = [f.options["column"] for f in fit.law.factors if f.kind == "offset"]
     where = listed([*described(settings), *(f"the average {column}" for column in offsets)])
     at = f"At {where}, the middle of its {plural(fit.data.rows, 'row')}, "
-    parts = []
-    for i, row in result.iterrows():
-        bits = f" at {settings['bits'][i]:g} bits" if "bits" in settings else ""
-        parts.append(f"{number(row[fit.law.target], 2)}{bits}{_interval(row, first=not parts)}")
+    parts: list[str] = []
+    columns = result[[fit.law.target, "low_90", "high_90"]].to_numpy()
+    for i, numbers in enumerate(columns):
+        bits = f" at {value_in_words('bits', settings['bits'][i])}" if "bits" in settings else ""
+        value, low, high = apart(numbers.tolist())
+        what = "" if parts else "90 % of new checkpoints: "
+        interval = "no interval" if np.isnan(numbers[1]) else f"{what}{low} to {high}"
+        parts.append(f"{value}{bits} ({interval})")
     methods = fit.data.levels.get("method", ())
     by = f" by {methods[0]}" if len(methods) == 1 else ""
     if fit.law.target == "delta_loss":
@@ -150,30 +182,38 @@ def _cost(evidence: Evidence) -> str:
     return at + says
 
 
-def _interval(row: pd.Series, *, first: bool) -> str:
-    """Say the 90 % interval of a prediction, in full the first time."""
-    if pd.isna(row["low_90"]):
-        return " (no interval: too few bootstrap refits)" if first else ""
-    what = "90 % of new checkpoints: " if first else ""
-    return f" ({what}{number(row['low_90'], 2)} to {number(row['high_90'], 2)})"
+def apart(values: Sequence[float]) -> list[str]:
+    """Write numbers with as few digits as tell them apart, two at least.
+
+    Examples
+    --------
+    >>> apart([2.553, 2.529, 2.59]), apart([0.0291, 0.01, 0.129])
+    (['2.55', '2.53', '2.59'], ['0.029', '0.01', '0.13'])
+    """
+    for digits in range(2, 6):
+        texts = [number(value, digits) for value in values]
+        if len(set(texts)) == len(texts):
+            break
+    return texts
 
 
-def _sureness(label: str, held_out: HeldOut, summary: pd.DataFrame) -> str:
+def _sureness(label: str, held_out: HeldOut, summary: Summaries) -> str:
     """Say how large the errors on unseen rows were and whether intervals held them."""
     parts = []
     for protocol, unseen in (
         (LEAVE_ONE_OUT, f"each {held_out.left_out} left out"),
         (LARGEST, "the largest sizes, left out"),
     ):
-        if (label, protocol) not in summary.index:
+        if (label, protocol) not in summary:
             continue
-        scores = summary.loc[(label, protocol)]
-        over = int(scores["splits"])
-        spread = f" (from {times(scores['lowest'])} to {times(scores['highest'])} over {over})"
+        scores = summary[label, protocol]
+        ends = (scores.lowest, scores.highest)
+        low, high = map(off_by if scores.error < SMALL else times, ends)
+        spread = f" ({low} to {high} over {scores.splits})"
         parts.append(
-            f"on {unseen}, its typical error was a factor of {times(scores['error'])}"
-            f"{spread if over > 1 else ''} and {percent(scores['coverage_90'])} of the measured "
-            "values lay in its 90 % intervals"
+            f"on {unseen}, its typical error was {off_by(scores.error)}"
+            f"{spread if scores.splits > 1 else ''} and {percent(scores.coverage[90])} of the "
+            "measured values lay in its 90 % intervals"
         )
     if not parts:
         return "How it does on unseen rows could not be tested."
@@ -189,22 +229,23 @@ def status(fit: Fit) -> str:
     return (
         f"Status {search.status}:{detail} {STATUS_MEANING[search.status]} "
         f"{search.agreeing} of {plural(search.starts, 'start')} ended at the best objective, a sum "
-        f"of log-Huber losses of {number(search.objective)} with delta {number(search.huber_delta)} "
-        f"({origin}). The condition number of the information matrix, scaled to unit diagonal, is "
-        f"{number(search.condition_number, 2)}. {search.boots_converged:,} of "
-        f"{plural(search.boots, 'bootstrap refit')} converged; each resamples whole clusters "
-        f"({fit.data.cluster})."
+        f"of log-Huber losses of {number(search.objective)} with delta "
+        f"{number(search.huber_delta)} ({origin}). The condition number of the information "
+        f"matrix, scaled to unit diagonal, is {number(search.condition_number, 2)}. "
+        f"{search.boots_converged:,} of {plural(search.boots, 'bootstrap refit')} converged; "
+        f"each resamples whole clusters ({fit.data.cluster})."
     )
 
 
 def multipliers(fit: Fit) -> list[str]:
     """Say the multiplier of every level of each offset, the last one included."""
     sentences = []
+    estimates = fit.parameters()["estimate"]
     for factor in fit.law.factors:
         if factor.kind != "offset":
             continue
         column, levels = factor.options["column"], factor.options["levels"]
-        logs = [fit.values[f"{column}[{level}]"] for level in levels[:-1]]
+        logs = [float(estimates[f"{column}[{level}]"]) for level in levels[:-1]]
         logs.append(-sum(logs))
         each = [f"{name} × {times(log)}" for name, log in zip(levels, logs, strict=True)]
         sentences.append(
@@ -241,7 +282,8 @@ def command(evidence: Evidence) -> str:
 def _python(evidence: Evidence) -> str:
     """Return Python that makes a fit of a law of the user's own again."""
     fit, mapping = evidence.fit, evidence.fit.data.options.get("mapping", {})
-    options = {**fit_options(fit), "n_boot": fit.search.boots}
+    options = {**fit_options(fit), "n_boot": fit.search.boots, "name": fit.data.name}
+    options["mapping"] = mapping
     arguments = "".join(f"    {name}={value!r},\n" for name, value in options.items())
     return (
         "from qscale import datasets, table\n"
@@ -264,4 +306,3 @@ def reproduced(evidence: Evidence) -> str:
     apart = float(np.max(np.abs(then.theta - now.theta) / (1 + np.abs(then.theta))))
     same = "the same estimates" if apart < 1e-6 else f"estimates up to {apart:.1g} apart"
     return f"Made again from the table for this report, the fit has {same}."
-

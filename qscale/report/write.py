@@ -5,21 +5,24 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from qscale import datasets, table as tables
+from qscale import datasets
+from qscale import table as tables
 from qscale.errors import QscaleError
+from qscale.fit.shipped import find
 from qscale.report.blocks import Figures, Heading
-from qscale.report.content import QUESTION, blocks, group_of, slug
-from qscale.report.evidence import comparable, gather, held_out
+from qscale.report.content import blocks
+from qscale.report.evidence import Group, comparable, gather, held_out
 from qscale.report.tables import Markdown, escape_markdown, to_html, to_markdown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     import pandas as pd
 
@@ -50,8 +53,8 @@ def _silent(_: str) -> None:
     """Report no progress."""
 
 
-def write(
-    fits: Mapping[str, Fit],
+def write_report(
+    fits: Mapping[str, Fit] | Sequence[str | Path],
     output: str | Path,
     *,
     table: str | Path | None = None,
@@ -64,7 +67,8 @@ def write(
     Parameters
     ----------
     fits
-        Fits by the name they have in the report.
+        Fits by the name they have in the report, or their files (or names of shipped fits), which
+        are then named after the files.
     output
         The ``.html`` file; ``.md`` and a folder ``_figures`` of the same stem are put beside it.
     table
@@ -86,16 +90,18 @@ def write(
     QscaleError
         If an output exists and ``force`` is not set, a table cannot be read or has no usable row.
     """
+    written = _places(Path(output), force)
+    if not isinstance(fits, Mapping):
+        fits = dict(zip(labels(fits), map(find, fits), strict=True))
     if not fits:
         raise QscaleError("a report needs at least one fit. Make one with qscale fit.")
-    written = _places(Path(output), force)
     loaded: dict[tuple[object, ...], pd.DataFrame] = {}
     evidence = []
     for label, fit in fits.items():
         progress(f"{label}: refitting")
         evidence.append(gather(label, fit, _table(fit, table, loaded)))
     groups = [
-        group_of(members, held_out(members, n_boot=n_boot, progress=progress))
+        Group(tuple(members), held_out(members, n_boot=n_boot, progress=progress))
         for members in comparable(evidence)
     ]
     content = blocks(groups)
@@ -112,13 +118,37 @@ def write(
     return written
 
 
+def labels(paths: Sequence[str | Path]) -> list[str]:
+    """Name fits by their files, or by their folders where a file is called ``fit.json``.
+
+    Raises
+    ------
+    QscaleError
+        If a fit is given twice.
+
+    Examples
+    --------
+    >>> labels(["gptq/fit.json", "rtn.json", "a/awq.json", "b/awq.json"])
+    ['gptq', 'rtn', 'a/awq.json', 'b/awq.json']
+    """
+    texts = [str(path) for path in paths]
+    if len(set(texts)) < len(texts):
+        raise QscaleError("the same fit is given twice.")
+    stems = [Path(text).stem for text in texts]
+    named = [
+        Path(text).parent.name or stem if stem == "fit" else stem
+        for text, stem in zip(texts, stems, strict=True)
+    ]
+    return [
+        name if named.count(name) == 1 else text for text, name in zip(texts, named, strict=True)
+    ]
+
+
 def _places(output: Path, force: bool) -> Written:
     """Name the outputs and refuse to replace what is there."""
     if output.suffix != ".html":
         raise QscaleError(f"{output}: --output must end in .html.")
-    written = Written(
-        output, output.with_suffix(".md"), output.with_name(f"{output.stem}_figures")
-    )
+    written = Written(output, output.with_suffix(".md"), output.with_name(f"{output.stem}_figures"))
     for path in (written.html, written.markdown, written.figures):
         if path.exists() and not force:
             raise QscaleError(f"{path} exists already; choose another --output or add --force.")

@@ -114,9 +114,9 @@ def quadratic_delta(
 
     Notes
     -----
-    Average Hessian trace times squared error ranks layers for mixed precision in HAWQ-V2
-    (Dong et al., arXiv:1911.03852, section 3.1). Read as an absolute prediction with the factor
-    one half, as here, it needs no measured loss increase.
+    Average Hessian trace times squared error is the metric by which HAWQ-V2 (Dong et al.,
+    arXiv:1911.03852) ranks layers for mixed precision. Here its sum, with the factor one half of
+    the Taylor expansion and the Gauss-Newton trace, is read as the increase itself.
 
     Examples
     --------

@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from qscale.errors import CheckpointError
 from qscale.measure.curvature.estimate import TraceEstimate
@@ -23,6 +22,7 @@ from qscale.measure.curvature.loss import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from transformers import PreTrainedModel
 
     from qscale.measure.curvature.loss import Progress
@@ -46,9 +46,9 @@ def ggn_trace(
     .. math:: G = \frac1T \sum_t J_t^T (\operatorname{diag} p_t - p_t p_t^T) J_t .
 
     For a softmax under cross-entropy it equals the Fisher information of the model's own
-    predictions (Martens, arXiv:1412.1193, section 9.2), is never negative, and differs from the
-    Hessian by a term that vanishes with the residuals. The middle factor is :math:`B_t B_t^T` with
-    :math:`B_t = \operatorname{diag}\sqrt{p_t} - p_t \sqrt{p_t}^T`, since
+    predictions (Martens, J. Mach. Learn. Res. 21 (146), 2020), is positive semidefinite, and
+    differs from the Hessian by a term that is linear in the residuals. The middle factor is
+    :math:`B_t B_t^T` with :math:`B_t = \operatorname{diag}\sqrt{p_t} - p_t \sqrt{p_t}^T`, since
     :math:`\sqrt{p_t}^T \sqrt{p_t} = 1`. Let :math:`z_t` be independent random signs and
     :math:`u_t = B_t z_t / \sqrt T`. One backward pass from the logits gives
     :math:`g = \sum_t J_t^T u_t` for all parameters, and as :math:`E[z_s z_t^T] = \delta_{st} I`,
@@ -94,8 +94,8 @@ def ggn_trace(
 
     Notes
     -----
-    About five tensors as large as the logits of a microbatch (scored tokens times vocabulary) are
-    held at once, so with a large vocabulary keep ``batch_windows`` at 1.
+    Memory peaks at the activations and about four times the logits of a microbatch (windows times
+    context times vocabulary).
     """
     if num_probes < 2:
         raise ValueError(f"num_probes must be at least 2. Got {num_probes} instead.")
@@ -109,7 +109,7 @@ def ggn_trace(
                 gradient = differentiate(
                     logits,
                     parameters,
-                    fisher_root(p, rademacher(p, seed, probe, start)) / math.sqrt(tokens),
+                    fisher_root(p, rademacher(p, seed, probe, start)).div_(math.sqrt(tokens)),
                     retain_graph=probe + 1 < num_probes,
                 )
                 values[probe] += inner_products(gradient, gradient)
@@ -138,5 +138,5 @@ def fisher_root(p: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     torch.Tensor
         :math:`\sqrt p \odot z - p \langle \sqrt p, z \rangle`, same shape.
     """
-    scaled = p.sqrt() * z
-    return scaled - p * scaled.sum(dim=-1, keepdim=True)
+    scaled = p.sqrt().mul_(z)
+    return scaled.addcmul_(p, scaled.sum(dim=-1, keepdim=True), value=-1)

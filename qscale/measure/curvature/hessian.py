@@ -143,8 +143,8 @@ def hessian_trace(
 
     Notes
     -----
-    The graph keeps about ten tensors as large as the logits of a microbatch (scored tokens times
-    vocabulary), so with a large vocabulary keep ``batch_windows`` at 1.
+    Memory peaks at the graph of the gradient, two to three times the activations of a forward pass,
+    and about seven times the logits of a microbatch (windows times context times vocabulary).
     """
     if not 2 <= min_probes <= max_probes:
         raise ValueError(
