@@ -3,8 +3,8 @@
 Everything runs in one process on one core, on a Llama of about a million parameters with random
 weights. The marginal cost of a probe is the difference between many probes and few, divided by the
 difference of their numbers, so it leaves out the graph that the probes share; the cost with the
-graph is that of the largest number. Two other libraries form the same products beside it. Each
-figure is the least processor time of several interleaved repeats; an idle machine gives the truest::
+graph is that of the larger number. Two other libraries form the same product beside it. Each
+figure is the least processor time of several interleaved repeats. For stable ratios, run it alone::
 
     OMP_NUM_THREADS=1 python benchmarks/curvature_cost.py
 """
@@ -43,7 +43,7 @@ class Logits(torch.nn.Module):
 
 
 def build_model() -> transformers.PreTrainedModel:
-    """Build a Llama of 1.05 million parameters, with attention that every library can handle."""
+    """Build a Llama of about a million parameters, with attention that every library can handle."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=512,

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from qscale.cli.console import console, group_sizes, number, numbers, table
-from qscale.errors import QscaleError
+from qscale.cli.console import console, number, table
+from qscale.cli.settings import quantizer_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import pandas as pd
-
-    from qscale.quantize.setting import Setting
 
 
 def measure(
@@ -32,7 +30,7 @@ def measure(
     context: int | None = None,
     stride: int | None = None,
     bos: Literal["none", "once", "each_window"] = "none",
-    max_windows: int | None = None,
+    max_windows: int = 256,
     probe_windows: int = 16,
     probes: int = 6,
     hessian_rtol: float = 0.1,
@@ -108,7 +106,9 @@ def measure(
     weight_decay
         Decoupled weight decay.
     """
-    settings = _settings(bits, group_size, asymmetric=asymmetric, scale_rule=scale_rule)
+    settings = quantizer_settings(
+        bits, group_size, asymmetric=asymmetric, scale_rule=scale_rule
+    )
 
     from qscale.measure import run as running  # noqa: PLC0415 - torch loads here
     from qscale.measure.zerofit import agreement  # noqa: PLC0415
@@ -147,28 +147,6 @@ def measure(
     _print_rows(checkpoint, rows)
     console.print(str(agreement(rows)), markup=False)
     console.print(f"Written to {output}.", markup=False)
-
-
-def _settings(
-    bits: str, group_size: str, *, asymmetric: bool, scale_rule: Literal["restricted", "full"]
-) -> list[Setting]:
-    """Cross bit widths with group sizes."""
-    from qscale.quantize.setting import (  # noqa: PLC0415
-        ABSMAX_FULL,
-        ABSMAX_RESTRICTED,
-        MINMAX,
-        Setting,
-    )
-
-    if asymmetric and scale_rule != "restricted":
-        raise QscaleError("--scale-rule is about symmetric levels; leave it out or --asymmetric.")
-    rule = {"restricted": ABSMAX_RESTRICTED, "full": ABSMAX_FULL}[scale_rule]
-    widths = numbers(bits, "--bits")
-    for width in widths:
-        if width not in range(2, 9):
-            raise QscaleError(f"--bits must be whole numbers from 2 to 8. Got {width:g} instead.")
-    sizes = group_sizes(group_size)
-    return [Setting(int(b), g, MINMAX if asymmetric else rule) for b in widths for g in sizes]
 
 
 @contextmanager

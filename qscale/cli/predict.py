@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from qscale.cli.console import console, group_sizes, number, numbers, refuse_existing, table
+from qscale.cli.settings import quantizer_settings
 from qscale.errors import QscaleError
 
 if TYPE_CHECKING:
@@ -115,7 +116,8 @@ def _described(checkpoint: Path | None, flags: dict[str, Any]) -> dict[str, Any]
 
         description = describe(checkpoint)
         known = {
-            **description.training,
+            # A sidecar's source is where the weights come from, not where a measurement does.
+            **{k: v for k, v in description.training.items() if k != "source"},
             "n_params": description.n_params,
             "n_params_total": description.n_params_total,
         }

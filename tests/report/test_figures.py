@@ -162,7 +162,7 @@ def test_svg_stands_alone_follows_the_page_and_is_the_same_each_time(fitted, fra
     text = svg()
     assert text == svg()
     assert text.startswith("<svg ")
-    assert "<title>a &lt; \"b\"</title>" in text
+    assert '<title>a &lt; "b"</title>' in text
     assert "currentColor" in text
     assert INK not in text
     for gone in ("<?xml", "<!DOCTYPE", "<!--", "<metadata", "http://purl.org"):
