@@ -1,7 +1,8 @@
-"""Time qscale's fits against scipy on the same problems in one process: ``python benchmarks/fit_speed.py``.
+"""Time qscale's fits against scipy on the same problems in one process.
 
-1. The Chinchilla form on the 240 points of Besiroglu et al. (arXiv:2404.10102): qscale's multi-start
-   against scipy's L-BFGS-B from the replication's full grid of 4,500 starts, with analytic gradient.
+1. The Chinchilla form on the 240 points of Besiroglu et al. (arXiv:2404.10102): qscale's
+   multi-start against scipy's L-BFGS-B from the replication's full grid of 4,500 starts, with
+   analytic gradient.
 2. 1,000 cluster-bootstrap refits of an eight-parameter law on 600 rows against a loop of
    ``scipy.optimize.least_squares`` with the same Huber loss and analytic Jacobian.
 
@@ -22,7 +23,7 @@ from qscale import datasets
 from qscale.fit.estimate import _problem, _starts
 from qscale.fit.inference import cluster_weights
 from qscale.fit.solver import Problem, huber, solve
-from qscale.laws import Law, get
+from qscale.laws import get
 from qscale.laws.factors import offset
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def timed(function: Callable[[], object]) -> tuple[float, object]:
     return time.perf_counter() - start, result
 
 
-def chinchilla_grid(law: Law, problem: Problem) -> float:
+def chinchilla_grid(problem: Problem) -> float:
     """Best objective of L-BFGS-B over the replication's grid."""
 
     def objective(theta: np.ndarray) -> tuple[float, np.ndarray]:
@@ -60,13 +61,15 @@ def compare_multi_start() -> None:
     law = get("chinchilla")
     problem = _problem(law, table[table["status"] == "ok"], {}, 1e-3)
     ours, solution = timed(lambda: solve(problem, _starts(law, problem), np.ones(240)))
-    theirs, best = timed(lambda: chinchilla_grid(law, problem))
-    print(f"Chinchilla multi-start: {theirs / ours:.0f} times faster than L-BFGS-B over 4,500 starts")
+    theirs, best = timed(lambda: chinchilla_grid(problem))
+    print(
+        f"Chinchilla multi-start: {theirs / ours:.0f} times faster than L-BFGS-B over 4,500 starts"
+    )
     print(f"  objective {solution.objective.min():.10f} against {best:.10f}")
 
 
 def eight_parameter_problem() -> tuple[Problem, np.ndarray, np.ndarray]:
-    """600 rows of 100 runs under Ouyang's law with five sources: k, three exponents, four offsets."""
+    """Return 600 rows of 100 runs: k, three exponents and four offsets."""
     rng = np.random.default_rng(0)
     runs = np.repeat(np.arange(100), 6)
     frame = pd.DataFrame(

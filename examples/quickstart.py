@@ -1,6 +1,6 @@
-"""Fit a law to published measurements, predict two checkpoints it has not seen, write a report.
+"""Fit a law to published measurements, predict two unseen checkpoints, write a report.
 
-Each step is the command a user would type; it is printed before it runs. The results go to ``out/``.
+Each step is the command a user would type; it is printed before it runs. Results go to ``out/``.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+GPTQ = "--where \"method == 'gptq'\" --offset source --offset protocol"
+TINY = "examples/checkpoints/tiny-wsd-decayed"
+TEXT = "examples/texts/austen-wilde-darwin.txt"
+
 STEPS = (
-    # What the literature says about 4-, 3- and 2-bit GPTQ, with an effect for each source.
-    "fit published_ptq --law ouyang --where \"method == 'gptq'\" --offset source --offset protocol "
-    "-o out/ouyang.json --force",
-    "fit published_ptq --law kumar --where \"method == 'gptq'\" --offset source --offset protocol "
-    "-o out/kumar.json --force",
+    # What the literature says about GPTQ at 2 to 4 bits, with effects of source and protocol.
+    f"fit published_ptq --law ouyang {GPTQ} -o out/ouyang.json --force",
+    f"fit published_ptq --law kumar {GPTQ} -o out/kumar.json --force",
     # A model described in words.
     "predict out/kumar.json --n-params 13e9 --tokens 2e12 --bits 3,4 --method gptq",
-    # A checkpoint folder far outside the published range: the law says so, and curvature times
-    # quantization noise, which needs no fit, takes over.
-    "predict out/kumar.json examples/checkpoints/tiny-wsd-decayed --bits 3,4,5,6 --method rtn "
-    "--group-size 32,128 --text examples/texts/austen-wilde-darwin.txt",
+    # A folder far outside the published range: the law says so, and curvature times quantization
+    # noise, which needs no fit, takes over.
+    f"predict out/kumar.json {TINY} --method rtn --bits 3,4,5,6 --group-size 32,128 --text {TEXT}",
     "report out/ouyang.json out/kumar.json -o out/report.html --force",
 )
 

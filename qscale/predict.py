@@ -148,8 +148,8 @@ def outside(fit: Fit, frame: pd.DataFrame) -> list[str]:
                 factor = max(extreme / edge, edge / extreme) if extreme > 0 and edge > 0 else np.inf
                 span = f", {factor:.3g} times beyond" if np.isfinite(factor) else ""
                 sentences.append(
-                    f"{COLUMNS[column].meaning} ({column} = {extreme:g}) is {side} the fitted range "
-                    f"{low:g} to {high:g}{span}: this is an extrapolation."
+                    f"{COLUMNS[column].meaning} ({column} = {extreme:g}) is {side} the fitted "
+                    f"range {low:g} to {high:g}{span}: this is an extrapolation."
                 )
     for column, known in fit.data.levels.items():
         if column in frame.columns:

@@ -117,6 +117,8 @@ COLUMNS: dict[str, Column] = {
         Column("curvature_tokens", "number", "tokens", "Tokens the curvature was estimated on", 1),
         Column("backward_passes", "number", "passes", "Backward passes spent on ggn_trace", 0),
         Column("quadratic_delta", "number", "nats/token", "Zero-fit prediction of delta_loss", 0),
+        Column("quadratic_delta_se", "number", "nats/token", "Standard error of quadratic_delta over probes", 0),
+        Column("n_ragged", "number", "matrices", "Matrices whose rows the group size does not divide", 0),
         Column("weight_norm", "number", "", "Frobenius norm of the quantized matrices together", 0),
         Column("weight_rms", "number", "", "Root mean square of the quantized weights", 0),
         Column("quantization_noise", "number", "", "Sum of ||W - Q(W)||^2 over quantized matrices", 0),
@@ -230,6 +232,7 @@ def _as_kind(values: pd.Series, column: Column, where: str) -> pd.Series:
     """Convert one column to the dtype of its kind or raise naming the first bad row."""
     if column.kind == "text":
         return values.astype("string").astype(object).where(values.notna(), None)
+    converted: pd.Series
     if column.kind == "flag":
         flags = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
         converted = values.astype("string").str.strip().str.lower().map(flags).astype("boolean")

@@ -63,7 +63,8 @@ def fit(
     force
         Replace the output if it exists.
     """
-    from qscale import datasets, table as tables  # noqa: PLC0415
+    from qscale import datasets  # noqa: PLC0415
+    from qscale import table as tables
     from qscale.fit import fit as fit_law  # noqa: PLC0415
     from qscale.laws import get  # noqa: PLC0415
 
@@ -118,10 +119,10 @@ def summary(result: Fit) -> None:
     published = result.published()
     rows = [
         (
-            name,
+            str(name),
             number(row.estimate),
             "held" if name in fixed else f"{number(row.low)} to {number(row.high)}",
-            number(published.values.get(name)) if published else "-",
+            number(published.values.get(str(name))) if published else "-",
         )
         for name, row in parameters.iterrows()
     ]
@@ -129,9 +130,11 @@ def summary(result: Fit) -> None:
     console.print(table("", heading, rows))
     console.print(
         f"Status: {search.status} ({search.detail}). {STATUS_MEANING[search.status]} "
-        f"Sum of log-Huber losses {number(search.objective)} at delta {number(search.huber_delta)}; "
+        f"Sum of log-Huber losses {number(search.objective)} at delta "
+        f"{number(search.huber_delta)}; "
         f"condition number {number(search.condition_number, 2)}; "
-        f"{search.boots_converged} of {search.boots} bootstrap refits over {data.cluster} converged."
+        f"{search.boots_converged} of {search.boots} bootstrap refits over {data.cluster} "
+        "converged."
     )
     if published:
         console.print(f"Published: {published.source}, {published.setting}.")

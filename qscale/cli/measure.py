@@ -106,9 +106,7 @@ def measure(
     weight_decay
         Decoupled weight decay.
     """
-    settings = quantizer_settings(
-        bits, group_size, asymmetric=asymmetric, scale_rule=scale_rule
-    )
+    settings = quantizer_settings(bits, group_size, asymmetric=asymmetric, scale_rule=scale_rule)
 
     from qscale.measure import run as running  # noqa: PLC0415 - torch loads here
     from qscale.measure.zerofit import agreement  # noqa: PLC0415

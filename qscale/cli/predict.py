@@ -138,8 +138,8 @@ def _settings(
         if column not in settings | offsets and known.get(column) is None:
             flag = column.replace("_", "-")
             raise QscaleError(
-                f"the fit needs {column} ({COLUMNS[column].meaning.lower()}); give --{flag}, or add "
-                f"it to the checkpoint's qscale.toml."
+                f"the fit needs {column} ({COLUMNS[column].meaning.lower()}); give --{flag}, or "
+                f"add it to the checkpoint's qscale.toml."
             )
     if "group_size" in fitted.law.columns and None in sizes:
         raise QscaleError("--group-size row cannot be used: the law needs a number of elements.")

@@ -88,7 +88,9 @@ def select(
         for status in sorted(set(frame["status"].dropna()) - {"ok"}):
             frame = keep(frame, (frame["status"] != status).to_numpy(), f"status is {status}")
     for column in (*law.columns, law.target):
-        frame = keep(frame, frame[column].notna().to_numpy(), _UNKNOWN.get(column, f"{column} is not known"))
+        frame = keep(
+            frame, frame[column].notna().to_numpy(), _UNKNOWN.get(column, f"{column} is not known")
+        )
     positive = (frame[law.target] > 0).to_numpy()
     frame = keep(frame, positive, f"{law.target} is not above zero and has no logarithm")
     frame = keep(frame, _in_domain(frame, law), "a column is outside the law's domain")

@@ -249,7 +249,7 @@ def off_published(evidence: Evidence) -> str | None:
         outside = [
             f"{name} {number(value)} (here {number(table['low'][name], 3)} to "
             f"{number(table['high'][name], 3)})"
-            for name, value in constants.values.items()  # noqa: PD011 - not a frame's
+            for name, value in constants.values.items()
             if name in _exponents(evidence)
             and (value < table["low"][name] or value > table["high"][name])
         ]

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-
 from qscale import datasets
 from qscale.errors import FitError, TableError
 from qscale.fit import explain, fit, load
