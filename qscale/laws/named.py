@@ -26,8 +26,8 @@ OUYANG = Law(
             "GPTQ, Pythia 160M-12B, RefinedWeb",
             {"k": 0.017, "beta": 0.5251, "alpha": 0.2261, "gamma": 5.4967},
             "arXiv:2411.17691, joint fit",
-            "reproduces the 2-bit cells of their Table 1 within 3 %; its 3- and 4-bit cells are off "
-            "by up to 60 % and must come from fits per bit width",
+            "reproduces the 2-bit cells of their Table 1 within 3 %; its 3- and 4-bit cells are "
+            "off by up to 60 % and must come from fits per bit width",
         ),
     ),
 )

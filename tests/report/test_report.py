@@ -226,7 +226,7 @@ def test_force_replaces_everything_of_the_earlier_report(folder, tmp_path) -> No
     assert result.html.read_text().startswith("<!DOCTYPE html>")
     assert not (result.figures / "stale.svg").exists()
     assert (result.figures / "notes.txt").read_text() == "mine"
-    leftovers = [file for file in tmp_path.rglob(".*")]
+    leftovers = list(tmp_path.rglob(".*"))
     assert leftovers == []
 
 
