@@ -64,7 +64,7 @@ def fit(
         Replace the output if it exists.
     """
     from qscale import datasets  # noqa: PLC0415
-    from qscale import table as tables
+    from qscale import table as tables  # noqa: PLC0415
     from qscale.fit import fit as fit_law  # noqa: PLC0415
     from qscale.laws import get  # noqa: PLC0415
 
