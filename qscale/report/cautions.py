@@ -272,25 +272,29 @@ def _exponents(evidence: Evidence) -> set[str]:
 
 def large_offsets(evidence: Evidence) -> str | None:
     """Warn that offsets differ by more than an effect of the law over its whole range."""
-    spans = {"offset": 0.0}
+    spans: dict[str, float] = {}
     start = 0
     for factor in evidence.fit.law.factors:
         theta = evidence.fit.theta[None, start : start + len(factor.parameters)]
         start += len(factor.parameters)
         if factor.columns:
             data = {column: evidence.rows[column].to_numpy() for column in factor.columns}
-            span = float(np.ptp(factor.value(theta, data)))
-            name = "offset" if factor.kind == "offset" else listed(factor.columns)
-            spans[name] = max(span, spans.get(name, 0.0))
-    largest = spans.pop("offset")
-    smaller = [f"{name} (×{times(span)})" for name, span in spans.items() if span < largest]
+            spans[listed(factor.columns)] = float(np.ptp(factor.value(theta, data)))
+    columns = [f.options["column"] for f in evidence.fit.law.factors if f.kind == "offset"]
+    if not columns:
+        return None
+    widest = max(columns, key=lambda column: spans[column])
+    smaller = [
+        f"{name} (×{times(span)})"
+        for name, span in spans.items()
+        if name not in columns and span < spans[widest]
+    ]
     if not smaller:
         return None
-    columns = [f.options["column"] for f in evidence.fit.law.factors if f.kind == "offset"]
     return (
-        f"Rows that differ only in {listed(columns)} differ by up to ×{times(largest)}, more than "
-        f"the whole range of {listed(smaller)} makes: what looks like an effect may be a "
-        "difference between sources of rows, and predictions for a new one are wide."
+        f"Rows that differ only in {widest} differ by up to ×{times(spans[widest])}, more than the "
+        f"whole range of {listed(smaller)} makes: what looks like an effect may be a difference by "
+        f"{widest}, and predictions for a new one are wide."
     )
 
 

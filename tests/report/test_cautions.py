@@ -183,8 +183,9 @@ def test_offsets_larger_than_an_effect(multiplier, large) -> None:
     frame = simulate(runs=40)
     other = np.repeat(np.arange(40) % 2 == 1, 3)
     frame["delta_loss"] *= np.where(other, multiplier, 1.0)
-    frame = frame.assign(source=np.where(other, "b", "a"))
-    text = found(evidence(frame, offset=["source"])).get("large_offsets", "")
+    small = np.repeat(np.arange(40) % 3, 3).astype(str)
+    frame = frame.assign(source=np.where(other, "b", "a"), protocol=small)
+    text = found(evidence(frame, offset=["protocol", "source"])).get("large_offsets", "")
     assert ("Rows that differ only in source differ by up to ×" in text) == large
     if large:
         assert "n_params (×" in text
