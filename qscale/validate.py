@@ -120,14 +120,18 @@ def _score_one(
         level: ((predicted[f"low_{level}"] <= observed) & (observed <= predicted[f"high_{level}"]))
         for level in (50, 90)
     }
+    # Without intervals nothing is known about coverage, which is not the same as none.
+    covered = {
+        level: float(hits.mean()) if predicted[f"low_{level}"].notna().all() else np.nan
+        for level, hits in inside.items()
+    }
     return {
         "held_out": split.name,
         "rows": len(observed),
         "clusters": int(test.clusters.max()) + 1,
         "median_abs_log_error": float(np.median(np.abs(log_error))),
         "bias": float(np.median(log_error)),
-        "coverage_50": float(inside[50].mean()),
-        "coverage_90": float(inside[90].mean()),
+        **{f"coverage_{level}": share for level, share in covered.items()},
         "width_90": float(np.median(np.log(predicted["high_90"] / predicted["low_90"]))),
         "error": "",
     }

@@ -55,6 +55,13 @@ def test_a_split_that_cannot_be_fitted_says_why(table) -> None:
     assert "'bits' has 1 distinct value" in scored["error"].iloc[0]
 
 
+def test_coverage_without_intervals_is_null_and_not_zero(table) -> None:
+    refit = partial(fit, law=get("ouyang"), n_boot=0)
+    scored = score(table, get("ouyang"), leave_one_out(table, "family"), refit)
+    assert scored["coverage_90"].isna().all()
+    assert scored["median_abs_log_error"].notna().all()
+
+
 def test_too_few_groups_are_an_error(table) -> None:
     with pytest.raises(FitError, match="at least two"):
         leave_one_out(table, "protocol")
