@@ -63,7 +63,7 @@ def predict(
     rng = np.random.default_rng(seed)
     result = frame.copy()
     target = fit.law.target
-    result[target] = np.exp(fit.law.log_value(fit.theta[None], data)[0])
+    result[target] = np.exp(fit.law.location(fit.theta[None], data)[0])
     logs = _draws(fit, data, len(frame), kind, rng) if len(fit.draws) >= 20 else None
     for level in levels:
         edges = ((1 - level) / 2, (1 + level) / 2)
@@ -92,7 +92,7 @@ def _draws(
     """Draw log predictions, shape (draws, rows)."""
     repeats = -(-_MIN_DRAWS // len(fit.draws))
     theta = np.tile(fit.draws, (repeats, 1))
-    logs = fit.law.log_value(theta, data) + np.zeros((1, rows))
+    logs = fit.law.location(theta, data) + np.zeros((1, rows))
     for factor in fit.law.factors:
         if factor.kind == "offset":
             logs = logs + _unseen_level(fit, factor.options, theta, data, rng)

@@ -163,10 +163,10 @@ def _check_fixed(law: Law, fixed: Mapping[str, float]) -> None:
 def _problem(law: Law, frame: pd.DataFrame, fixed: Mapping[str, float], delta: float) -> Problem:
     """State the regression on the log scale."""
     data = columns_of(law, frame)
-    low = np.array([p.internal(fixed.get(p.name, p.low)) for p in law.parameters])
-    high = np.array([p.internal(fixed.get(p.name, p.high)) for p in law.parameters])
+    held = {p.name: (p.internal(fixed[p.name]),) * 2 for p in law.parameters if p.name in fixed}
+    low, high = np.array([held.get(p.name, p.bounds) for p in law.parameters]).T
     return Problem(
-        value=lambda theta: law.log_value(theta, data),
+        value=lambda theta: law.location(theta, data),
         gradient=lambda theta: law.gradient(theta, data),
         observed=np.log(frame[law.target].to_numpy()),
         low=low,

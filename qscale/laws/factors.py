@@ -2,13 +2,14 @@
 
 A law predicts ``log y = sum of factors``. A factor is evaluated for many parameter vectors at
 once: with ``theta`` of shape (S, p) and columns of shape (n,), its value has shape (S, n) and its
-gradient (S, n, p). Amplitudes and decay constants must be positive; the solver sees their log.
+gradient (S, n, p). The solver sees each parameter on the scale its `Parameter` names: amplitudes as
+logarithms, decay constants as rates, so that products of factors are linear in what it searches.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -17,6 +18,18 @@ if TYPE_CHECKING:
 
     Array = np.ndarray
     Columns = Mapping[str, Array]
+
+
+_INTERNAL: dict[str, Callable[[float], float]] = {
+    "linear": float,
+    "log": np.log,
+    "reciprocal": lambda value: 1.0 / value,
+}
+_NATURAL: dict[str, Callable[[Array], Array]] = {
+    "linear": lambda theta: theta,
+    "log": np.exp,
+    "reciprocal": lambda theta: 1.0 / theta,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +46,8 @@ class Parameter:
         Bounds on the natural scale; an estimate that ends on one is reported as a bound hit.
     starts
         Natural-scale values from which the multi-start search begins.
-    positive
-        Whether the solver works with the logarithm.
+    scale
+        What the solver works with: the value itself, its logarithm or its reciprocal.
     """
 
     name: str
@@ -42,11 +55,21 @@ class Parameter:
     low: float
     high: float
     starts: tuple[float, ...]
-    positive: bool = False
+    scale: Literal["linear", "log", "reciprocal"] = "linear"
 
     def internal(self, value: float) -> float:
         """Return the solver's value for a natural-scale ``value``."""
-        return float(np.log(value)) if self.positive else float(value)
+        return float(_INTERNAL[self.scale](value))
+
+    def natural(self, theta: Array) -> Array:
+        """Map the solver's values back to the natural scale."""
+        return _NATURAL[self.scale](theta)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Bounds on the solver's scale, the lower first."""
+        edges = self.internal(self.low), self.internal(self.high)
+        return min(edges), max(edges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +91,9 @@ class Factor:
         The factor on the natural scale, as LaTeX.
     levels_needed
         ``{column: distinct values}`` without which the parameters cannot be told apart.
+    linear
+        Whether the value is linear in ``theta`` with no term free of it, so that the gradient is
+        the same everywhere.
     """
 
     kind: str
@@ -78,6 +104,7 @@ class Factor:
     gradient: Callable[[Array, Columns], Array]
     latex: str
     levels_needed: dict[str, int]
+    linear: bool = True
 
 
 SYMBOLS = {
@@ -114,12 +141,22 @@ def _linear(
     )
 
 
-def constant(name: str = "k", symbol: str | None = None) -> Factor:
+def constant(
+    name: str = "k",
+    symbol: str | None = None,
+    bounds: tuple[float, float] = (1e-30, 1e30),
+    starts: tuple[float, ...] = (1.0,),
+) -> Factor:
     """Amplitude ``k`` of a law, positive."""
-    parameter = Parameter(name, symbol or name, 1e-30, 1e30, (1.0,), positive=True)
+    parameter = Parameter(name, symbol or name, *bounds, tuple(starts), scale="log")
     return Factor(
         kind="constant",
-        options={"name": name, "symbol": symbol},
+        options={
+            "name": name,
+            "symbol": symbol,
+            "bounds": list(bounds),
+            "starts": list(starts),
+        },
         columns=(),
         parameters=(parameter,),
         value=lambda theta, _: theta,
@@ -129,15 +166,29 @@ def constant(name: str = "k", symbol: str | None = None) -> Factor:
     )
 
 
-def power(column: str, name: str, symbol: str | None = None, sign: int = 1) -> Factor:
+def power(
+    column: str,
+    name: str,
+    symbol: str | None = None,
+    sign: int = 1,
+    bounds: tuple[float, float] = (-30.0, 30.0),
+    starts: tuple[float, ...] = (0.1, 1.0),
+) -> Factor:
     """Power law ``column ** (sign * name)``, as in Ouyang et al. (arXiv:2411.17691)."""
     symbol = symbol or f"\\{name}"
     minus = "-" if sign < 0 else ""
     return _linear(
         "power",
-        {"column": column, "name": name, "symbol": symbol, "sign": sign},
+        {
+            "column": column,
+            "name": name,
+            "symbol": symbol,
+            "sign": sign,
+            "bounds": list(bounds),
+            "starts": list(starts),
+        },
         (column,),
-        Parameter(name, symbol, -30.0, 30.0, (0.1, 1.0)),
+        Parameter(name, symbol, *bounds, tuple(starts)),
         lambda data: sign * np.log(data[column]),
         f"{SYMBOLS.get(column, column)}^{{{minus}{symbol}}}",
     )
@@ -146,15 +197,13 @@ def power(column: str, name: str, symbol: str | None = None, sign: int = 1) -> F
 def exponential(column: str, name: str, symbol: str | None = None) -> Factor:
     """Exponential fall ``exp(-column / name)``, Kumar et al. (arXiv:2411.04330) for bits."""
     symbol = symbol or f"\\{name}"
-    return Factor(
-        kind="exponential",
-        options={"column": column, "name": name, "symbol": symbol},
-        columns=(column,),
-        parameters=(Parameter(name, symbol, 0.02, 200.0, (0.3, 1.0, 3.0), positive=True),),
-        value=lambda theta, data: -data[column] * np.exp(-theta),
-        gradient=lambda theta, data: (data[column] * np.exp(-theta))[:, :, None],
-        latex=f"e^{{-{SYMBOLS.get(column, column)}/{symbol}}}",
-        levels_needed={column: 2},
+    return _linear(
+        "exponential",
+        {"column": column, "name": name, "symbol": symbol},
+        (column,),
+        Parameter(name, symbol, 0.02, 200.0, (0.3, 1.0, 3.0), scale="reciprocal"),
+        lambda data: -np.asarray(data[column], dtype=float),
+        f"e^{{-{SYMBOLS.get(column, column)}/{symbol}}}",
     )
 
 
@@ -185,7 +234,7 @@ def anneal(name: str = "c", symbol: str | None = None) -> Factor:
         lambda data: 1.0 - data["lr"] / data["lr_peak"],
         f"e^{{{symbol or name}(1-\\eta_t/\\eta)}}",
     )
-    return _with_levels(factor, {"lr": 2})
+    return replace(factor, levels_needed={"lr": 2})
 
 
 def offset(column: str, levels: tuple[str, ...]) -> Factor:
@@ -215,65 +264,3 @@ def offset(column: str, levels: tuple[str, ...]) -> Factor:
         latex=rf"o_{{\mathrm{{{column}}}}}",
         levels_needed={},
     )
-
-
-def chinchilla() -> Factor:
-    """Sum ``E + A / N**alpha + B / D**beta`` on the log scale, Hoffmann et al. (arXiv:2203.15556).
-
-    The logarithm of the sum is taken stably from the logarithms of its terms, as in equation 10.
-    """
-    parameters = (
-        Parameter("A", "A", 1e-10, 1e15, (np.exp(5.0), np.exp(10.0)), positive=True),
-        Parameter("B", "B", 1e-10, 1e15, (np.exp(5.0), np.exp(10.0)), positive=True),
-        Parameter("E", "E", 1e-6, 1e3, (np.exp(-1.0), np.exp(0.5)), positive=True),
-        Parameter("alpha", r"\alpha", 0.0, 5.0, (0.25, 0.75)),
-        Parameter("beta", r"\beta", 0.0, 5.0, (0.25, 0.75)),
-    )
-
-    def terms(theta: Array, data: Columns) -> Array:
-        log_a, log_b, log_e, alpha, beta = theta.T[:, :, None]
-        log_n, log_d = np.log(data["n_params"]), np.log(data["tokens"])
-        stacked = (log_a - alpha * log_n, log_b - beta * log_d, log_e + 0.0 * log_n)
-        return np.stack(np.broadcast_arrays(*stacked))
-
-    def value(theta: Array, data: Columns) -> Array:
-        log_terms = terms(theta, data)
-        top = log_terms.max(axis=0)
-        return top + np.log(np.exp(log_terms - top).sum(axis=0))
-
-    def gradient(theta: Array, data: Columns) -> Array:
-        share = np.exp(terms(theta, data) - value(theta, data))
-        log_n, log_d = np.log(data["n_params"]), np.log(data["tokens"])
-        parts = (share[0], share[1], share[2], -share[0] * log_n, -share[1] * log_d)
-        return np.stack(parts, axis=-1)
-
-    return Factor(
-        kind="chinchilla",
-        options={},
-        columns=("n_params", "tokens"),
-        parameters=parameters,
-        value=value,
-        gradient=gradient,
-        latex=r"(E + A\,N^{-\alpha} + B\,D^{-\beta})",
-        levels_needed={"n_params": 3, "tokens": 3},
-    )
-
-
-def _with_levels(factor: Factor, levels_needed: dict[str, int]) -> Factor:
-    """Return the factor with other identification requirements."""
-    return Factor(
-        factor.kind,
-        factor.options,
-        factor.columns,
-        factor.parameters,
-        factor.value,
-        factor.gradient,
-        factor.latex,
-        levels_needed,
-    )
-
-
-FACTORS: dict[str, Callable[..., Factor]] = {
-    function.__name__: function
-    for function in (constant, power, exponential, log_power, anneal, offset, chinchilla)
-}

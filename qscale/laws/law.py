@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from qscale.errors import FitError
-from qscale.laws.factors import FACTORS, Factor, Parameter
+from qscale.laws import compose
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import pandas as pd
 
-    from qscale.laws.factors import Array
+    from qscale.laws.factors import Array, Factor, Parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,9 @@ class Law:
         What a user should know before trusting it.
     published
         Constants from the literature.
+    link
+        Scale on which the factors add up and residuals are taken: ``log``, or ``identity`` for a
+        law whose errors are additive.
     """
 
     name: str
@@ -66,11 +69,17 @@ class Law:
     source: str = ""
     note: str = ""
     published: tuple[Published, ...] = ()
+    link: Literal["log", "identity"] = "log"
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """Parameters of all factors, in the order of the last axis of ``theta``."""
-        return tuple(p for factor in self.factors for p in factor.parameters)
+        """Distinct parameters of all factors, in the order of the last axis of ``theta``."""
+        return compose.product(self.factors).parameters
+
+    @property
+    def linear(self) -> bool:
+        """Whether the law is linear in the solver's parameters, so that its fit is convex."""
+        return all(factor.linear for factor in self.factors)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -98,23 +107,26 @@ class Law:
             text = text.replace(f"\\{name}", letter)
         return text.replace("{", "").replace("}", "").replace("\\", "").replace("*", " · ")
 
-    def log_value(self, theta: Array, data: Mapping[str, Array]) -> Array:
-        """Log of the prediction, shape (S, n), for internal parameters of shape (S, p)."""
-        parts = [f.value(t, data) for f, t in self._split(theta)]
-        return np.sum(np.broadcast_arrays(*parts), axis=0)
+    def location(self, theta: Array, data: Mapping[str, Array]) -> Array:
+        """Prediction on the link's scale, shape (S, n), for internal parameters, shape (S, p)."""
+        return compose.product(self.factors).value(theta, data)
 
     def gradient(self, theta: Array, data: Mapping[str, Array]) -> Array:
-        """Gradient of `log_value` in the internal parameters, shape (S, n, p)."""
-        parts = [f.gradient(t, data) for f, t in self._split(theta)]
-        n = max(part.shape[1] for part in parts)
-        return np.concatenate(
-            [np.broadcast_to(part, (len(theta), n, part.shape[2])) for part in parts], axis=2
-        )
+        """Gradient of `location` in the internal parameters, shape (S, n, p)."""
+        return compose.product(self.factors).gradient(theta, data)
 
-    def _split(self, theta: Array) -> list[tuple[Factor, Array]]:
-        """Pair each factor with its slice of the parameter vectors."""
-        edges = np.cumsum([len(factor.parameters) for factor in self.factors])[:-1]
-        return list(zip(self.factors, np.split(theta, edges, axis=1), strict=True))
+    def linked(self, target: Array) -> Array:
+        """Map values of the target to the link's scale; a value without a logarithm gives nan."""
+        if self.link == "identity":
+            return target
+        return np.log(np.where(target > 0, target, np.nan))
+
+    def unlinked(self, location: Array) -> Array:
+        """Map the link's scale back to the target's unit."""
+        if self.link == "identity":
+            return location
+        with np.errstate(over="ignore"):
+            return np.exp(location)
 
     def to_internal(self, values: Mapping[str, float]) -> Array:
         """Return the internal parameter vector, shape (p,), of natural-scale values by name.
@@ -131,12 +143,13 @@ class Law:
 
     def to_natural(self, theta: Array) -> Array:
         """Map internal parameters, shape (..., p), to the natural scale."""
-        positive = np.array([p.positive for p in self.parameters])
-        return np.where(positive, np.exp(np.where(positive, theta, 0.0)), theta)
+        columns = [p.natural(theta[..., i]) for i, p in enumerate(self.parameters)]
+        return np.stack(columns, axis=-1)
 
     def evaluate(self, values: Mapping[str, float], frame: pd.DataFrame) -> Array:
         """Predict the target, shape (n,), from natural-scale parameters and a table."""
-        return np.exp(self.log_value(self.to_internal(values)[None], columns_of(self, frame))[0])
+        location = self.location(self.to_internal(values)[None], columns_of(self, frame))[0]
+        return self.unlinked(np.broadcast_to(location, len(frame)))
 
     def with_factors(self, *extra: Factor) -> Law:
         """Return the law multiplied by further factors."""
@@ -144,11 +157,11 @@ class Law:
 
     def spec(self) -> dict[str, Any]:
         """Return a JSON-able description from which `from_spec` rebuilds the law."""
-        factors = [{"kind": factor.kind, **factor.options} for factor in self.factors]
         return {
             "name": self.name,
             "target": self.target,
-            "factors": factors,
+            "link": self.link,
+            "factors": [compose.spec(factor) for factor in self.factors],
             "source": self.source,
             "note": self.note,
         }
@@ -167,16 +180,12 @@ def from_spec(spec: Mapping[str, Any]) -> Law:
     FitError
         If a factor's kind is not known.
     """
-    factors = []
-    for entry in spec["factors"]:
-        options = {key: value for key, value in entry.items() if key != "kind"}
-        if entry["kind"] not in FACTORS:
-            raise FitError(f"law {spec['name']!r}: unknown factor {entry['kind']!r}.")
-        factors.append(FACTORS[entry["kind"]](**options))
+    factors = [compose.from_spec(entry, f"law {spec['name']!r}") for entry in spec["factors"]]
     return Law(
         spec["name"],
         spec["target"],
         tuple(factors),
         source=spec.get("source", ""),
         note=spec.get("note", ""),
+        link=spec.get("link", "log"),
     )

@@ -6,7 +6,8 @@ import difflib
 from dataclasses import replace
 
 from qscale.errors import FitError
-from qscale.laws.factors import anneal, chinchilla, constant, exponential, log_power, power
+from qscale.laws.compose import total
+from qscale.laws.factors import anneal, constant, exponential, log_power, power
 from qscale.laws.law import Law, Published
 
 OUYANG = Law(
@@ -98,7 +99,19 @@ LR_ANNEAL = Law(
 CHINCHILLA = Law(
     name="chinchilla",
     target="loss_fp",
-    factors=(chinchilla(),),
+    factors=(
+        total(
+            (constant("E", bounds=(1e-6, 1e3), starts=(0.4, 1.6)),),
+            (
+                constant("A", bounds=(1e-10, 1e15), starts=(150.0, 22_000.0)),
+                power("n_params", "alpha", sign=-1, bounds=(0.0, 5.0), starts=(0.25, 0.75)),
+            ),
+            (
+                constant("B", bounds=(1e-10, 1e15), starts=(150.0, 22_000.0)),
+                power("tokens", "beta", sign=-1, bounds=(0.0, 5.0), starts=(0.25, 0.75)),
+            ),
+        ),
+    ),
     source="Hoffmann et al., Training Compute-Optimal Large Language Models, arXiv:2203.15556",
     note="A law for the full-precision loss.",
     published=(

@@ -263,10 +263,7 @@ def off_published(evidence: Evidence) -> str | None:
 def _exponents(evidence: Evidence) -> set[str]:
     """Return the names of the law's parameters other than amplitudes and offsets."""
     return {
-        p.name
-        for factor in evidence.law.factors
-        for p in factor.parameters
-        if factor.kind != "constant" and not (factor.kind == "chinchilla" and p.positive)
+        p.name for factor in evidence.law.factors for p in factor.parameters if p.scale != "log"
     }
 
 

@@ -149,7 +149,7 @@ def fit_options(fit: Fit) -> dict[str, Any]:
 
 def predicted(fit: Fit, rows: pd.DataFrame) -> np.ndarray:
     """Return the law at its estimates for usable rows, shape (n,), in the target's unit."""
-    return np.exp(fit.law.log_value(fit.theta[None], columns_of(fit.law, rows))[0])
+    return np.exp(fit.law.location(fit.theta[None], columns_of(fit.law, rows))[0])
 
 
 def gather(label: str, fit: Fit, table: pd.DataFrame) -> Evidence:

@@ -43,7 +43,7 @@ def test_gradient_matches_central_differences(name: str, seed: int) -> None:
     step = 1e-5
     for j in range(theta.shape[1]):
         nudge = step * np.eye(theta.shape[1])[j]
-        numeric = law.log_value(theta + nudge, data) - law.log_value(theta - nudge, data)
+        numeric = law.location(theta + nudge, data) - law.location(theta - nudge, data)
         np.testing.assert_allclose(analytic[:, :, j], numeric / (2 * step), rtol=1e-6, atol=1e-7)
 
 
@@ -106,7 +106,7 @@ def test_a_law_survives_json(name: str) -> None:
     again = from_spec(json.loads(json.dumps(law.spec())))
     theta = np.array([[p.internal(p.starts[0]) for p in law.parameters]]) + 0.1
     data = columns_of(law, example_table())
-    np.testing.assert_array_equal(again.log_value(theta, data), law.log_value(theta, data))
+    np.testing.assert_array_equal(again.location(theta, data), law.location(theta, data))
     assert again.names == law.names
     assert again.latex == law.latex
 

@@ -1,0 +1,166 @@
+"""Put factors together: products that tie parameters by name, sums of products, and their specs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qscale.errors import FitError
+from qscale.laws import factors as elementary
+from qscale.laws.factors import Factor, Parameter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from qscale.laws.factors import Array, Columns
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Factors added up on the log scale; parameters of one name are one parameter.
+
+    Parameters
+    ----------
+    factors
+        The terms.
+    parameters
+        The distinct parameters, in order of first appearance.
+    slots
+        For each factor the positions of its parameters among them.
+    """
+
+    factors: tuple[Factor, ...]
+    parameters: tuple[Parameter, ...]
+    slots: tuple[tuple[int, ...], ...]
+
+    def value(self, theta: Array, data: Columns) -> Array:
+        """Sum of the factors, shape (S, n) or (S, 1) if no factor reads a column."""
+        total: Array = np.zeros((len(theta), 1))
+        for factor, slot in zip(self.factors, self.slots, strict=True):
+            total = total + factor.value(theta[:, slot], data)
+        return total
+
+    def gradient(self, theta: Array, data: Columns) -> Array:
+        """Gradient of `value` in the distinct parameters, shape (S, n, p)."""
+        parts = [
+            f.gradient(theta[:, s], data) for f, s in zip(self.factors, self.slots, strict=True)
+        ]
+        rows = max((part.shape[1] for part in parts), default=1)
+        total = np.zeros((len(theta), rows, theta.shape[1]))
+        for part, slot in zip(parts, self.slots, strict=True):
+            total[:, :, slot] += part
+        return total
+
+
+def product(factors: Sequence[Factor]) -> Product:
+    """Tie the parameters of several factors by name."""
+    parameters: dict[str, Parameter] = {}
+    for factor in factors:
+        for parameter in factor.parameters:
+            parameters.setdefault(parameter.name, parameter)
+    position = {name: i for i, name in enumerate(parameters)}
+    slots = tuple(tuple(position[p.name] for p in factor.parameters) for factor in factors)
+    return Product(tuple(factors), tuple(parameters.values()), slots)
+
+
+def total(*terms: Sequence[Factor], levels_needed: Mapping[str, int] | None = None) -> Factor:
+    """Sum of products, such as ``E + A / N**alpha + B / D**beta``, as one factor of a law.
+
+    Parameters
+    ----------
+    terms
+        Each a sequence of factors that are multiplied. Parameters of one name are one parameter,
+        across terms too.
+    levels_needed
+        Distinct values a column must have; by default three for each column that is read.
+
+    Notes
+    -----
+    The logarithm of the sum is taken stably from the logarithms of its terms, as in Hoffmann et
+    al. (arXiv:2203.15556, equation 10).
+    """
+    products = [product(tuple(term)) for term in terms]
+    whole = product([factor for term in products for factor in term.factors])
+    position = {p.name: i for i, p in enumerate(whole.parameters)}
+    slots = [[position[p.name] for p in term.parameters] for term in products]
+    columns = tuple(dict.fromkeys(c for factor in whole.factors for c in factor.columns))
+
+    def log_terms(theta: Array, data: Columns) -> Array:
+        values = [t.value(theta[:, s], data) for t, s in zip(products, slots, strict=True)]
+        return np.stack(np.broadcast_arrays(*values))
+
+    def value(theta: Array, data: Columns) -> Array:
+        logs = log_terms(theta, data)
+        top = logs.max(axis=0)
+        return top + np.log(np.exp(logs - top).sum(axis=0))
+
+    def gradient(theta: Array, data: Columns) -> Array:
+        logs = log_terms(theta, data)
+        share = np.exp(logs - logs.max(axis=0))
+        share /= share.sum(axis=0)
+        result = np.zeros((*share.shape[1:], theta.shape[1]))
+        for part, term, slot in zip(share, products, slots, strict=True):
+            result[:, :, slot] += part[:, :, None] * term.gradient(theta[:, slot], data)
+        return result
+
+    return Factor(
+        kind="total",
+        options={
+            "terms": [[spec(factor) for factor in term.factors] for term in products],
+            "levels_needed": dict(levels_needed) if levels_needed is not None else None,
+        },
+        columns=columns,
+        parameters=whole.parameters,
+        value=value,
+        gradient=gradient,
+        latex="(" + " + ".join(r"\,".join(f.latex for f in t.factors) for t in products) + ")",
+        levels_needed=dict(
+            levels_needed if levels_needed is not None else dict.fromkeys(columns, 3)
+        ),
+        linear=False,
+    )
+
+
+def spec(factor: Factor) -> dict[str, Any]:
+    """Return a JSON-able description from which `from_spec` rebuilds the factor."""
+    return {"kind": factor.kind, **factor.options}
+
+
+def from_spec(entry: Mapping[str, Any], where: str = "factor") -> Factor:
+    """Rebuild a factor from `spec`.
+
+    Raises
+    ------
+    FitError
+        If the kind or one of the options is not known.
+    """
+    options = {key: value for key, value in entry.items() if key != "kind"}
+    kind = entry.get("kind")
+    if kind == "total":
+        terms = [[from_spec(factor, where) for factor in term] for term in options.pop("terms")]
+        return total(*terms, **options)
+    if kind not in FACTORS:
+        raise FitError(
+            f"{where}: unknown factor {kind!r}. Factors are: {', '.join(FACTORS)}, total."
+        )
+    try:
+        return FACTORS[kind](**options)
+    except TypeError as error:
+        raise FitError(
+            f"{where}: factor {kind!r} does not take these options ({error})."
+        ) from error
+
+
+FACTORS: dict[str, Callable[..., Factor]] = {
+    function.__name__: function
+    for function in (
+        elementary.constant,
+        elementary.power,
+        elementary.exponential,
+        elementary.log_power,
+        elementary.anneal,
+        elementary.offset,
+    )
+}
