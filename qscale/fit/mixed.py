@@ -1,0 +1,344 @@
+"""Random effects: variance components by Laplace-approximate restricted maximum likelihood.
+
+A law's prediction plus random deviations of runs, families and the like is fitted to rows with any
+likelihood of `qscale.fit.likelihood`. For Gaussian rows and a law that is linear on its scale the
+criterion is the exact REML of Patterson and Thompson (1971), computed as in Bates et al. (2015, J.
+Stat. Softw. 67, section 3); for other rows it is its Laplace approximation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy import sparse
+from scipy.linalg import cho_factor, cho_solve
+from scipy.optimize import minimize
+from scipy.sparse.linalg import splu
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from qscale.fit.likelihood import Rows
+
+    Array = np.ndarray
+
+DENSE_EFFECTS = 800  # up to here the joint covariance of the effects is kept
+_INNER_TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is fitted: a law, random terms and the rows' likelihood.
+
+    Parameters
+    ----------
+    value, gradient
+        Functions of ``theta`` (p,) that return the law on its link's scale (n,) and its gradient
+        (n, p).
+    low, high
+        Bounds on ``theta``, shape (p,); equal bounds hold a parameter fixed.
+    effects
+        Sparse design of all random terms side by side, shape (n, q).
+    sizes
+        Number of levels of each term; they add up to q.
+    rows
+        Likelihood of the rows.
+    """
+
+    value: Callable[[Array], Array]
+    gradient: Callable[[Array], Array]
+    low: Array
+    high: Array
+    effects: sparse.csr_array
+    sizes: tuple[int, ...]
+    rows: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """Parameters and effects that maximise the penalised likelihood at given scales.
+
+    Parameters
+    ----------
+    theta, scaled
+        Parameters (p,) and effects over their standard deviation (q,).
+    criterion
+        -2 log of the Laplace-approximate restricted likelihood.
+    score, weight
+        Per row, see `qscale.fit.likelihood`.
+    free
+        Which parameters are neither fixed nor at a bound that the score pushes against, shape (p,).
+    """
+
+    theta: Array
+    scaled: Array
+    criterion: float
+    score: Array
+    weight: Array
+    free: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Components:
+    """A fitted mixed model.
+
+    Parameters
+    ----------
+    theta
+        Parameters, shape (p,).
+    effects
+        Best linear unbiased predictions of the random effects, shape (q,).
+    sigma
+        Scale of the rows' likelihood.
+    variances
+        Variance of each random term, shape (K,).
+    cov
+        Joint covariance of errors in ``theta`` and ``effects``, shape (p + q, p + q), or (p, p) if
+        there are more than `DENSE_EFFECTS` effects. Rows of fixed parameters are zero.
+    scales_cov
+        Covariance of (log sigma^2, log of the variances), shape (K + 1, K + 1); zero for a variance
+        estimated as zero.
+    cov_slopes
+        Derivatives of the parameters' covariance in those logs, shape (K + 1, p, p).
+    mode
+        Where the search ended.
+    converged
+        Whether the search over the scales ended at a stationary point.
+    """
+
+    theta: Array
+    effects: Array
+    sigma: float
+    variances: Array
+    cov: Array
+    scales_cov: Array
+    cov_slopes: Array
+    mode: Mode
+    converged: bool
+
+
+def estimate(model: Model, theta: Array, sigma: float) -> Components:
+    """Estimate parameters, effects and variances, starting from a fit without random effects.
+
+    Parameters
+    ----------
+    model
+        Law, random terms and rows.
+    theta, sigma
+        Start: parameters, shape (p,), and residual scale, of a pooled fit.
+    """
+    terms = len(model.sizes)
+    warm = {"theta": theta, "scaled": np.zeros(sum(model.sizes))}
+
+    def criterion(point: Array) -> float:
+        mode = find_mode(model, _scales(point), warm["theta"], warm["scaled"])
+        warm["theta"], warm["scaled"] = mode.theta, mode.scaled
+        return mode.criterion
+
+    low, high = np.log(sigma) - 12.0, np.log(sigma) + 6.0
+    bounds = [(low, high)] + [(0.0, 1e3)] * terms
+    results = [
+        minimize(
+            criterion,
+            np.array([np.log(sigma) - shrink, *[ratio] * terms]),
+            method="L-BFGS-B",
+            bounds=bounds,
+            options={"ftol": 1e-13, "gtol": 1e-5 * (1 + len(model.rows.observed)) ** 0.5},
+        )
+        for ratio, shrink in (((1.0, 0.5), (0.1, 0.0)) if terms else ((0.0, 0.0),))
+    ]
+    best = min(results, key=lambda result: result.fun)
+    point = np.where(best.x < 1e-4, 0.0, best.x) if terms else best.x
+    point[0] = best.x[0]
+    mode = find_mode(model, _scales(point), warm["theta"], warm["scaled"])
+    scales_cov, slopes = _scale_uncertainty(model, point, mode)
+    deviations = _scales(point)[1:]
+    return Components(
+        theta=mode.theta,
+        effects=mode.scaled * np.repeat(deviations, model.sizes),
+        sigma=float(np.exp(point[0])),
+        variances=deviations**2,
+        cov=covariance(model, _scales(point), mode),
+        scales_cov=scales_cov,
+        cov_slopes=slopes,
+        mode=mode,
+        converged=bool(best.success),
+    )
+
+
+def _scales(point: Array) -> Array:
+    """Return sigma and the terms' standard deviations from (log sigma, ratios to sigma)."""
+    sigma = np.exp(point[0])
+    return np.concatenate([[sigma], sigma * point[1:]])
+
+
+def find_mode(model: Model, scales: Array, theta: Array, scaled: Array) -> Mode:
+    """Maximise the penalised likelihood at given scales by damped Newton steps.
+
+    Parameters
+    ----------
+    model
+        Law, random terms and rows.
+    scales
+        Sigma and the standard deviation of each term, shape (K + 1,).
+    theta, scaled
+        Start, shapes (p,) and (q,).
+    """
+    design = _scaled_effects(model, scales)
+    state = _evaluate(model, scales, design, theta, scaled)
+    for _ in range(100):
+        log_p, score, weight = state
+        x = model.gradient(theta)
+        pull = x.T @ score
+        free = _free(model, theta, pull)
+        normal = _Normal(x[:, free], design, weight)
+        right = np.concatenate([pull[free], design.T @ score - scaled])
+        step = normal.solve(right)
+        decrement = float(right @ step)
+        if decrement <= _INNER_TOLERANCE * (1.0 + abs(log_p)):
+            break
+        for damping in 0.5 ** np.arange(12):
+            move = damping * step
+            trial = theta.copy()
+            trial[free] += move[: free.sum()]
+            trial = np.clip(trial, model.low, model.high)
+            trial_scaled = scaled + move[free.sum() :]
+            found = _evaluate(model, scales, design, trial, trial_scaled)
+            if found[0] >= log_p - 1e-12 * abs(log_p):
+                break
+        theta, scaled, state = trial, trial_scaled, found
+    log_p, score, weight = state
+    x = model.gradient(theta)
+    free = _free(model, theta, x.T @ score)
+    normal = _Normal(x[:, free], design, weight)
+    return Mode(theta, scaled, -2.0 * log_p + normal.log_determinant(), score, weight, free)
+
+
+def _evaluate(
+    model: Model, scales: Array, design: sparse.csr_array, theta: Array, scaled: Array
+) -> tuple[float, Array, Array]:
+    """Penalised log likelihood and the rows' scores and weights."""
+    log_p, score, weight = model.rows.evaluate(model.value(theta) + design @ scaled, scales[0])
+    total = float(log_p.sum() - 0.5 * scaled @ scaled)
+    return (total if np.isfinite(total) else -np.inf), score, weight
+
+
+def _scaled_effects(model: Model, scales: Array) -> sparse.csr_array:
+    """Design of the effects in units of their standard deviation."""
+    return sparse.csr_array(model.effects @ sparse.diags_array(np.repeat(scales[1:], model.sizes)))
+
+
+def _free(model: Model, theta: Array, pull: Array) -> Array:
+    """Parameters that may move."""
+    at_low = (theta <= model.low) & (pull <= 0)
+    at_high = (theta >= model.high) & (pull >= 0)
+    return ~(at_low | at_high | (model.low >= model.high))
+
+
+class _Normal:
+    """Normal equations of parameters and scaled effects, dense for few effects, else sparse."""
+
+    def __init__(self, x: Array, design: sparse.csr_array, weight: Array) -> None:
+        weighted = design.multiply(weight[:, None]).tocsr()
+        effects = weighted.T @ design + sparse.eye_array(design.shape[1])
+        cross = weighted.T @ x
+        fixed = x.T @ (x * weight[:, None])
+        self.unit = 1.0 / np.sqrt(np.maximum(np.diag(fixed), 1e-300))
+        self.p = x.shape[1]
+        fixed = fixed * np.outer(self.unit, self.unit) + 1e-13 * np.eye(self.p)
+        cross = cross * self.unit
+        self.dense = design.shape[1] <= DENSE_EFFECTS
+        if self.dense:
+            whole = np.block([[fixed, cross.T], [cross, effects.toarray()]])
+            self.factor = cho_factor(whole, lower=True)
+        else:
+            blocks = sparse.block_array([[effects, sparse.csc_array(cross)], [cross.T, fixed]])
+            self.factor = splu(sparse.csc_array(blocks))
+
+    def solve(self, right: Array) -> Array:
+        """Solve for parameters, then effects; ``right`` has shape (p + q,) or (p + q, m)."""
+        unit = np.concatenate([self.unit, np.ones(len(right) - self.p)])
+        scaled = (right.T * unit).T
+        if self.dense:
+            solution = cho_solve(self.factor, scaled)
+        else:
+            rolled = self.factor.solve(np.roll(scaled, -self.p, axis=0))
+            solution = np.roll(rolled, self.p, axis=0)
+        return (solution.T * unit).T
+
+    def log_determinant(self) -> float:
+        """Log determinant of the normal matrix in the parameters' own units."""
+        if self.dense:
+            half = np.log(np.diag(self.factor[0])).sum()
+            return float(2 * half - 2 * np.log(self.unit).sum())
+        diagonal = np.abs(self.factor.U.diagonal())
+        return float(np.log(diagonal).sum() - 2 * np.log(self.unit).sum())
+
+
+def covariance(model: Model, scales: Array, mode: Mode) -> Array:
+    """Joint covariance of parameters and effects; see `Components`."""
+    p, q = len(mode.theta), len(mode.scaled)
+    free = np.flatnonzero(mode.free)
+    normal = _Normal(
+        model.gradient(mode.theta)[:, free], _scaled_effects(model, scales), mode.weight
+    )
+    keep = q if q <= DENSE_EFFECTS else 0
+    right = np.zeros((len(free) + q, len(free) + keep))
+    right[: len(free) + keep] = np.eye(len(free) + keep)
+    inverse = normal.solve(right)[: len(free) + keep]
+    positions = np.concatenate([free, p + np.arange(keep)]).astype(int)
+    result = np.zeros((p + keep, p + keep))
+    result[np.ix_(positions, positions)] = inverse
+    deviations = np.concatenate([np.ones(p), np.repeat(scales[1:], model.sizes)[:keep]])
+    return result * np.outer(deviations, deviations)
+
+
+def _scale_uncertainty(model: Model, point: Array, mode: Mode) -> tuple[Array, Array]:
+    """Covariance of the log variances and how the parameters' covariance changes with them."""
+    p, count = len(mode.theta), len(point)
+    active = np.flatnonzero(np.concatenate([[True], point[1:] > 0]))
+    scales = _scales(point)
+    step = 0.05
+
+    def at(shift: Array) -> tuple[float, Array]:
+        moved = scales * np.exp(0.5 * shift)
+        there = find_mode(model, moved, mode.theta, mode.scaled)
+        return there.criterion, covariance(model, moved, there)[:p, :p]
+
+    unit = np.eye(count) * step
+    center = mode.criterion
+    up, down = {i: at(unit[i]) for i in active}, {i: at(-unit[i]) for i in active}
+    hessian = np.zeros((len(active), len(active)))
+    for a, i in enumerate(active):
+        hessian[a, a] = (up[i][0] - 2 * center + down[i][0]) / step**2
+        for b, j in enumerate(active[:a]):
+            both = at(unit[i] + unit[j])[0]
+            hessian[a, b] = hessian[b, a] = (both - up[i][0] - up[j][0] + center) / step**2
+    slopes = np.zeros((count, p, p))
+    for i in active:
+        slopes[i] = (up[i][1] - down[i][1]) / (2 * step)
+    values, vectors = np.linalg.eigh(hessian)
+    # A flat direction means that nothing is known: keep it wide instead of negative.
+    inverse = (vectors / np.maximum(values, 1e-2)) @ vectors.T
+    result = np.zeros((count, count))
+    result[np.ix_(active, active)] = 2.0 * inverse
+    return result, slopes
+
+
+def satterthwaite(variance: Array, slopes: Array, scales_cov: Array) -> Array:
+    """Degrees of freedom of estimated variances (Satterthwaite 1946; Fai and Cornelius 1996).
+
+    Parameters
+    ----------
+    variance
+        Estimated variances, shape (m,).
+    slopes
+        Their derivatives in the logs of the variance components, shape (m, K + 1).
+    scales_cov
+        Covariance of those logs, shape (K + 1, K + 1).
+    """
+    spread = np.einsum("mi,ij,mj->m", slopes, scales_cov, slopes)
+    with np.errstate(divide="ignore"):
+        return np.clip(2.0 * variance**2 / np.maximum(spread, 1e-300), 1.0, 1e6)
