@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qscale.laws import columns_of
-from qscale.table import COLUMNS, require
+from qscale.table import COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import pandas as pd
 
-    from qscale.fit import Fit
-
-Kind = Literal["mean", "new_checkpoint"]
-
-_MIN_DRAWS = 400
+    from qscale.fit import Fitted
+    from qscale.fit.effects import Kind
 
 
 def predict(
-    fit: Fit,
+    fit: Fitted,
     frame: pd.DataFrame,
     *,
     kind: Kind = "new_checkpoint",
@@ -34,91 +30,47 @@ def predict(
     Parameters
     ----------
     fit
-        A fitted law.
+        A fitted law or regression.
     frame
-        One row per setting with the law's columns. A text column with an offset may be absent or
-        hold a level the fit has not seen: the average level is used and its spread is added.
+        One row per setting with the fit's columns. Grouping columns, such as ``run`` or an offset's
+        ``source``, may be absent or hold a level the fit has not seen: the average level is used
+        and the spread of levels is added.
     kind
         ``mean`` is the uncertainty of the law itself; ``new_checkpoint`` adds the scatter of runs
         around the law and of rows around their run, as a new measurement would show it.
     levels
         Probabilities of the central intervals.
     seed
-        Of the draws.
+        Of the draws of a bootstrap fit.
 
     Returns
     -------
     pandas.DataFrame
-        The frame's rows with the fit's target (the law at its estimates), ``low_50``, ``high_50``,
+        The frame's rows with the fit's target (median prediction), ``low_50``, ``high_50``,
         ``low_90``, ``high_90`` in the target's unit, and for ``delta_loss`` the
-        ``perplexity_ratio`` exp(delta_loss). Intervals are null if the fit has no bootstrap draws.
+        ``perplexity_ratio`` exp(delta_loss). Intervals are null if the fit has none.
 
     Raises
     ------
     TableError
-        If a column of the law is missing or null.
+        If a column of the fit is missing or null.
     """
-    frame = _with_offsets(fit, frame)
-    data = columns_of(fit.law, frame)
-    rng = np.random.default_rng(seed)
-    result = frame.copy()
-    target = fit.law.target
-    result[target] = np.exp(fit.law.location(fit.theta[None], data)[0])
-    logs = _draws(fit, data, len(frame), kind, rng) if len(fit.draws) >= 20 else None
-    for level in levels:
-        edges = ((1 - level) / 2, (1 + level) / 2)
-        for side, edge in zip(("low", "high"), edges, strict=True):
-            name = f"{side}_{100 * level:g}"
-            result[name] = np.nan if logs is None else np.exp(np.quantile(logs, edge, axis=0))
-    if target == "delta_loss":
+    result = frame.reset_index(drop=True)
+    edges = [side * level / 2 for level in levels for side in (-1, 1)]
+    quantiles = fit.quantiles(result, np.array([0.5, *(0.5 + e for e in edges)]), kind, seed)
+    result = result.copy()
+    without = np.isnan(quantiles[0])
+    result[fit.target] = np.where(without, fit.center(frame), quantiles[0])
+    names = [f"{side}_{100 * level:g}" for level in levels for side in ("low", "high")]
+    for name, values in zip(names, quantiles[1:], strict=True):
+        result[name] = values
+    if fit.target == "delta_loss":
         with np.errstate(over="ignore"):
-            result["perplexity_ratio"] = np.exp(result[target])
+            result["perplexity_ratio"] = np.exp(result[fit.target])
     return result
 
 
-def _with_offsets(fit: Fit, frame: pd.DataFrame) -> pd.DataFrame:
-    """Check the law's columns; offset columns may be absent and are filled with no level."""
-    offsets = [f.options["column"] for f in fit.law.factors if f.kind == "offset"]
-    absent = {column: "" for column in offsets if column not in frame.columns}
-    frame = frame.assign(**absent).reset_index(drop=True)
-    needed = [column for column in fit.law.columns if column not in offsets]
-    require(frame, needed, "prediction")
-    return frame
-
-
-def _draws(
-    fit: Fit, data: dict[str, np.ndarray], rows: int, kind: Kind, rng: np.random.Generator
-) -> np.ndarray:
-    """Draw log predictions, shape (draws, rows)."""
-    repeats = -(-_MIN_DRAWS // len(fit.draws))
-    theta = np.tile(fit.draws, (repeats, 1))
-    logs = fit.law.location(theta, data) + np.zeros((1, rows))
-    for factor in fit.law.factors:
-        if factor.kind == "offset":
-            logs = logs + _unseen_level(fit, factor.options, theta, data, rng)
-    if kind == "mean":
-        return logs
-    return logs + np.stack([fit.scatter.draw(len(theta), rng) for _ in range(rows)], axis=1)
-
-
-def _unseen_level(
-    fit: Fit,
-    options: dict[str, object],
-    theta: np.ndarray,
-    data: dict[str, np.ndarray],
-    rng: np.random.Generator,
-) -> np.ndarray:
-    """Log multiplier of a random known level for each draw and row whose level is not known."""
-    column, levels = str(options["column"]), list(options["levels"])  # type: ignore[call-overload]
-    names = [f"{column}[{level}]" for level in levels[:-1]]
-    effects = theta[:, [fit.law.names.index(name) for name in names]]
-    effects = np.concatenate([effects, -effects.sum(axis=1, keepdims=True)], axis=1)
-    chosen = effects[np.arange(len(theta)), rng.integers(len(levels), size=len(theta))]
-    unseen = ~np.isin(data[column].astype(str), levels)
-    return chosen[:, None] * unseen[None, :]
-
-
-def outside(fit: Fit, frame: pd.DataFrame) -> list[str]:
+def outside(fit: Fitted, frame: pd.DataFrame) -> list[str]:
     """Say in plain sentences where a described checkpoint lies outside what was fitted.
 
     Parameters
@@ -136,7 +88,7 @@ def outside(fit: Fit, frame: pd.DataFrame) -> list[str]:
     """
     sentences = []
     for column, (low, high) in fit.data.ranges.items():
-        if column not in fit.law.columns or column not in frame.columns:
+        if column not in fit.columns or column not in frame.columns:
             continue
         values = frame[column].dropna()
         for beyond, edge, side in (

@@ -16,7 +16,7 @@ app = App(
     default_parameter=Parameter(negative=()),
     result_action="return_value",
 )
-for _name in ("datasets", "laws", "fit", "predict", "measure", "report"):
+for _name in ("datasets", "laws", "fit", "predict", "measure", "report", "compare", "select"):
     app.command(f"qscale.cli.{_name}:{_name}", name=_name)
 
 

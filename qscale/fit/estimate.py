@@ -1,9 +1,10 @@
-"""Fit a law to a measurement table: select rows, search from many starts, resample clusters."""
+"""Fit a law to a measurement table: rows, search from many starts, random effects, intervals."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,14 @@ import numpy as np
 import pandas as pd
 
 from qscale.errors import FitError
-from qscale.fit.inference import bootstrap, scatter
+from qscale.fit import mixed
+from qscale.fit.calibration import calibrate
+from qscale.fit.effects import Effects
+from qscale.fit.grouping import design, estimable, parse, with_levels
+from qscale.fit.inference import bootstrap as cluster_bootstrap
+from qscale.fit.intervals import bootstrap as one_step_bootstrap
+from qscale.fit.intervals import pieces, profile, sandwich
+from qscale.fit.likelihood import HUBER_EFFICIENT, Rows
 from qscale.fit.result import Data, Fit, Search
 from qscale.fit.rows import Selection, check_levels, select
 from qscale.fit.solver import Problem, Solution, solve
@@ -22,10 +30,14 @@ from qscale.table import require
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from qscale.fit.grouping import Term
+    from qscale.fit.likelihood import Family
+    from qscale.fit.result import Interval
+
     Array = np.ndarray
 
 NOT_IDENTIFIED = 1e8
-HUBER_EFFICIENT = 1.345  # times sigma: 95 % efficient for Gaussian errors (Huber 1981, section 4.5)
+_FOLDS = 20
 _MOSTLY_ABSOLUTE = 1e-3
 
 
@@ -35,35 +47,60 @@ def fit(
     *,
     where: str | None = None,
     offset: Sequence[str] = (),
+    random: Sequence[str] | None = None,
     fixed: Mapping[str, float] | None = None,
     cluster: str = "run",
+    likelihood: Family = "huber",
     huber_delta: float | None = None,
+    floor: float | None = 2.0,
+    ceiling: float | None = None,
+    interval: Interval | None = None,
     n_boot: int = 1000,
     seed: int = 0,
     name: str = "table",
     mapping: Mapping[str, str] | None = None,
 ) -> Fit:
-    """Fit a law by robust regression of the log target, with cluster-bootstrap uncertainty.
+    """Fit a law to a measurement table, with random effects and honest uncertainty.
+
+    On the law's scale, an observation is the law plus one random deviation for each level of each
+    random term plus the row's own residual. Exponents come from a search over many starts, then
+    everything is estimated together by restricted maximum likelihood (`qscale.fit.mixed`).
 
     Parameters
     ----------
     frame
         A measurement table, see `qscale.table`.
     law
-        The law; its target must be positive in the rows used.
+        The law; with the log link its target must be positive, or under a known noise floor.
     where
         A pandas query that rows must satisfy.
     offset
         Text columns, such as ``source``, each level of which gets a multiplier of its own.
+    random
+        Random terms (`qscale.fit.grouping`), such as ``("family", "run", "run:bits")``. None takes
+        the cluster column. Terms whose variance these rows cannot tell are left out with a note.
     fixed
         Natural-scale values of parameters that are held rather than estimated.
     cluster
-        Column whose values mark rows with shared noise.
+        Column whose values mark rows with shared noise, for sandwich, bootstrap and conformal.
+    likelihood
+        Distribution of residuals: ``gaussian``, ``student_t`` (4 degrees of freedom) or ``huber``.
+        Rows with a known standard error are Gaussian around the law whichever is chosen.
     huber_delta
-        Log residual at which the loss turns from quadratic to linear. None takes 1.345 times the
-        normalised median absolute residual of a nearly absolute-loss fit.
+        Log residual at which the Huber loss turns from quadratic to linear. None takes 1.345
+        residual standard deviations.
+    floor
+        Where the target's standard error is in the table, rows at or under this multiple of it
+        count as below it (left-censored) and all others as measured with that error. None ignores
+        standard errors.
+    ceiling
+        Target above which rows, collapsed ones included, count as above it (right-censored). None
+        takes high targets as they are and sets collapsed rows aside.
+    interval
+        Where intervals come from, see `Fit`. None is ``model`` where a random term is estimated,
+        else ``bootstrap``.
     n_boot
-        Bootstrap refits; 0 gives no intervals.
+        Refits of a bootstrap; 0 gives no intervals.
     seed
         Of the bootstrap.
     name
@@ -79,62 +116,216 @@ def fit(
     Raises
     ------
     FitError
-        If too few rows or levels are left, or a fixed parameter is unknown.
+        If too few rows or levels are left, a fixed parameter is unknown, or conformal intervals
+        are asked for with too few clusters.
     TableError
         If a column is missing.
     """
-    fixed = dict(fixed or {})
-    selection, law = _prepare(frame, law, where, offset, cluster, name)
-    _check_fixed(law, fixed)
-    check_levels(law, selection.frame, set(fixed), name)
-    problem = _problem(law, selection.frame, fixed, huber_delta or _MOSTLY_ABSOLUTE)
-    weights = np.ones(len(selection.frame))
-    solution = solve(problem, _starts(law, problem), weights)
-    if huber_delta is None:
-        best = solution.theta[np.argmin(solution.objective)]
-        delta = HUBER_EFFICIENT * _robust_scale(problem, best)
-        problem = _problem(law, selection.frame, fixed, delta)
-        solution = solve(problem, solution.theta, weights)
-    theta = solution.theta[np.argmin(solution.objective)]
-    rng = np.random.default_rng(seed)
-    draws = (
-        bootstrap(problem, theta, selection.clusters, n_boot, rng) if n_boot else theta[None][:0]
-    )
-    residuals = problem.observed - problem.value(theta[None])[0]
-    free = int((problem.low < problem.high).sum())
-    options = {
+    options: dict[str, Any] = {
         "mapping": dict(mapping or {}),
         "where": where,
         "offset": list(offset),
-        "fixed": fixed,
+        "random": None if random is None else list(random),
+        "fixed": dict(fixed or {}),
+        "likelihood": likelihood,
         "huber_delta": huber_delta,
+        "floor": floor,
+        "ceiling": ceiling,
         "n_boot": n_boot,
         "seed": seed,
     }
-    return Fit(
+    fixed = dict(fixed or {})
+    selection, law = _prepare(frame, law, offset, cluster, name, options)
+    _check_fixed(law, fixed)
+    check_levels(law, selection.frame, set(fixed), name)
+    problem, solution = _search_starts(law, selection, fixed, huber_delta, likelihood)
+    require(selection.frame, [c for text in random or () for c in parse(text).columns], name)
+    terms, notes = _terms((cluster,) if random is None else random, selection.frame)
+    model = _model(law, selection, problem, terms, likelihood, huber_delta)
+    pooled = solution.theta[np.argmin(solution.objective)]
+    fitted = mixed.estimate(model, pooled, _robust_scale(problem, pooled))
+    if not terms and likelihood == "huber" and huber_delta and not selection.censored.any():
+        # The scale does not move the minimum of a Huber loss with a given delta.
+        fitted = replace(fitted, theta=pooled)
+    chosen: Interval = interval or ("model" if terms else "bootstrap")
+    search = _search(law, problem, solution, notes)
+    if not fitted.converged and search.status == "converged":
+        search = replace(search, status="failed", detail="the variance search did not converge")
+    made = Fit(
         law=law,
-        theta=theta,
-        draws=draws,
-        scatter=scatter(residuals, selection.clusters, free),
-        search=_search(law, problem, solution, n_boot, len(draws)),
+        theta=fitted.theta,
+        interval=chosen,
+        cov=fitted.cov[: len(pooled), : len(pooled)],
+        dof=np.full(len(pooled), np.inf),
+        effects=_effects(fitted, terms, model),
+        draws=fitted.theta[None][:0],
+        profiles=None,
+        calibration=None,
+        search=search,
         data=_data(selection, law, name, cluster, options),
         versions={package: version(package) for package in ("qscale", "numpy", "pandas")},
     )
+    return _with_uncertainty(made, model, fitted, problem, selection)
+
+
+def _search_starts(
+    law: Law,
+    selection: Selection,
+    fixed: Mapping[str, float],
+    huber_delta: float | None,
+    likelihood: Family,
+) -> tuple[Problem, Solution]:
+    """Robust pooled fit from every start; censored rows count as being at their bound."""
+    weights = np.ones(len(selection.frame))
+    first = huber_delta or (_MOSTLY_ABSOLUTE if law.link == "log" else np.inf)
+    problem = _problem(law, selection, fixed, first)
+    solution = solve(problem, _starts(law, problem), weights)
+    if huber_delta is None and law.link == "log":
+        best = solution.theta[np.argmin(solution.objective)]
+        wide = np.inf if likelihood == "gaussian" else HUBER_EFFICIENT
+        problem = _problem(law, selection, fixed, wide * _robust_scale(problem, best))
+        solution = solve(problem, solution.theta, weights)
+    return problem, solution
+
+
+def _terms(texts: Sequence[str], frame: pd.DataFrame) -> tuple[tuple[Term, ...], tuple[str, ...]]:
+    """Random terms that these rows can estimate, and why the others are left out."""
+    terms, notes = [], []
+    for term in map(parse, texts):
+        why_not = estimable(term, frame)
+        if why_not:
+            notes.append(f"No random effect of {term.text}: {why_not}.")
+        else:
+            terms.append(with_levels(term, frame))
+    return tuple(terms), tuple(notes)
+
+
+def _model(
+    law: Law,
+    selection: Selection,
+    problem: Problem,
+    terms: tuple[Term, ...],
+    likelihood: Family,
+    huber_delta: float | None,
+) -> mixed.Model:
+    """State the mixed model."""
+    rows = len(selection.frame)
+    if law.linear:
+        x = np.array(
+            np.broadcast_to(problem.gradient(problem.low[None])[0], (rows, len(problem.low)))
+        )
+        value, gradient = (lambda theta: x @ theta), (lambda _: x)
+    else:
+        value = lambda theta: problem.value(theta[None])[0]  # noqa: E731
+        gradient = lambda theta: problem.gradient(theta[None])[0]  # noqa: E731
+    return mixed.Model(
+        value=value,
+        gradient=gradient,
+        low=problem.low,
+        high=problem.high,
+        effects=design(terms, selection.frame),
+        sizes=tuple(len(term.levels) for term in terms),
+        rows=Rows(selection.observed, selection.censored, selection.noise, likelihood, huber_delta),
+    )
+
+
+def _effects(fitted: mixed.Components, terms: tuple[Term, ...], model: mixed.Model) -> Effects:
+    """Collect the random part of a fit."""
+    keep = len(fitted.cov) == len(fitted.theta) + len(fitted.effects)
+    return Effects(
+        terms=terms if keep else tuple(replace(term, levels=()) for term in terms),
+        values=fitted.effects if keep else fitted.effects[:0],
+        variances=fitted.variances,
+        residual=model.rows.spread(fitted.sigma) ** 2,
+        cov=fitted.cov,
+        scales_cov=fitted.scales_cov,
+        cov_slopes=fitted.cov_slopes,
+    )
+
+
+def _with_uncertainty(
+    made: Fit,
+    model: mixed.Model,
+    fitted: mixed.Components,
+    problem: Problem,
+    selection: Selection,
+) -> Fit:
+    """Add the covariance and the intervals that were asked for."""
+    options, clusters = made.data.options, selection.clusters
+    groups = int(clusters.max()) + 1
+    variance = np.diag(made.cov)
+    own = np.einsum("kii->ik", fitted.cov_slopes)
+    made = replace(made, dof=mixed.satterthwaite(variance, own, fitted.scales_cov))
+    if made.interval == "model":
+        return made
+    if made.interval == "profile":
+        ends = np.full((len(made.theta), 2), np.nan)
+        for index in np.flatnonzero(problem.low < problem.high):
+            ends[index] = profile(model, fitted, int(index), 0.9, float(made.dof[index]))
+        return replace(made, profiles=ends)
+    if made.interval == "bootstrap" and not options["n_boot"]:
+        return made
+    rng = np.random.default_rng(options["seed"])
+    if made.interval == "bootstrap" and not made.effects.terms and not selection.censored.any():
+        draws = cluster_bootstrap(problem, made.theta, clusters, options["n_boot"], rng)
+    else:
+        parts = pieces(model, fitted, clusters)
+        if made.interval != "bootstrap":
+            made = replace(
+                made, cov=sandwich(parts, made.cov), dof=np.full(len(made.theta), groups - 1.0)
+            )
+            return _calibrated(made, selection) if made.interval == "conformal" else made
+        draws = one_step_bootstrap(parts, made.theta, fitted.mode.free, options["n_boot"], rng)
+    cov = np.cov(draws, rowvar=False).reshape(made.cov.shape) if len(draws) > 1 else made.cov
+    search = replace(made.search, boots=options["n_boot"], boots_converged=len(draws))
+    return replace(made, draws=draws, cov=cov, search=search)
+
+
+def _calibrated(made: Fit, selection: Selection) -> Fit:
+    """Score left-out clusters by refitting without each, or each of twenty folds."""
+    options = made.data.options
+    groups = int(selection.clusters.max()) + 1
+    folds = np.arange(groups) % min(groups, _FOLDS)
+    scores = np.full(len(selection.frame), np.nan)
+    base = replace(made.law, factors=tuple(f for f in made.law.factors if f.kind != "offset"))
+    arguments = {k: v for k, v in options.items() if k not in ("where", "mapping")}
+    for fold in range(int(folds.max()) + 1):
+        out = folds[selection.clusters] == fold
+        rest = fit(
+            selection.frame[~out],
+            base,
+            **arguments,
+            cluster=made.data.cluster,
+            interval="model",
+            name=f"{made.data.name} without a part of its clusters",
+        )
+        found = rest.predictive(selection.frame[out])
+        scores[out] = np.abs(selection.observed[out] - found.mean) / found.sd
+    measured = selection.censored == 0
+    return replace(made, calibration=calibrate(scores[measured], selection.clusters[measured]))
 
 
 def _prepare(
     frame: pd.DataFrame,
     law: Law,
-    where: str | None,
     offset: Sequence[str],
     cluster: str,
     name: str,
+    options: Mapping[str, Any],
 ) -> tuple[Selection, Law]:
     """Select usable rows and add one offset factor per column with more than one level."""
     require(frame, offset, name)
     if offset:
         frame = frame.assign(**{column: frame[column].fillna("unknown") for column in offset})
-    selection = select(frame, law, where=where, cluster=cluster, name=name)
+    selection = select(
+        frame,
+        law,
+        where=options["where"],
+        cluster=cluster,
+        name=name,
+        floor=options["floor"],
+        ceiling=options["ceiling"],
+    )
     extra = []
     for column in offset:
         levels = selection.frame[column].value_counts().sort_index().sort_values(kind="stable")
@@ -160,15 +351,15 @@ def _check_fixed(law: Law, fixed: Mapping[str, float]) -> None:
             )
 
 
-def _problem(law: Law, frame: pd.DataFrame, fixed: Mapping[str, float], delta: float) -> Problem:
-    """State the regression on the log scale."""
-    data = columns_of(law, frame)
+def _problem(law: Law, selection: Selection, fixed: Mapping[str, float], delta: float) -> Problem:
+    """State the regression on the law's scale."""
+    data = columns_of(law, selection.frame)
     held = {p.name: (p.internal(fixed[p.name]),) * 2 for p in law.parameters if p.name in fixed}
     low, high = np.array([held.get(p.name, p.bounds) for p in law.parameters]).T
     return Problem(
         value=lambda theta: law.location(theta, data),
         gradient=lambda theta: law.gradient(theta, data),
-        observed=np.log(frame[law.target].to_numpy()),
+        observed=selection.observed,
         low=low,
         high=high,
         huber_delta=delta,
@@ -187,9 +378,7 @@ def _robust_scale(problem: Problem, theta: Array) -> float:
     return max(float(np.median(np.abs(residuals))) / 0.6745, 1e-6)
 
 
-def _search(
-    law: Law, problem: Problem, solution: Solution, n_boot: int, boots_converged: int
-) -> Search:
+def _search(law: Law, problem: Problem, solution: Solution, notes: tuple[str, ...]) -> Search:
     """Judge where the starts ended."""
     best = int(np.argmin(solution.objective))
     objective = float(solution.objective[best])
@@ -216,8 +405,9 @@ def _search(
         objective=objective,
         huber_delta=problem.huber_delta,
         condition_number=condition,
-        boots=n_boot,
-        boots_converged=boots_converged,
+        boots=0,
+        boots_converged=0,
+        notes=notes,
     )
 
 

@@ -54,9 +54,7 @@ class Rows:
 
     def evaluate(self, eta: Array, sigma: float) -> tuple[Array, Array, Array]:
         """Log likelihood, score and weight of every row, shape (n,) each."""
-        log_p, score, weight = _FAMILIES[self.family](
-            self.observed - eta, sigma, self.huber_delta
-        )
+        log_p, score, weight = _FAMILIES[self.family](self.observed - eta, sigma, self.huber_delta)
         below, above = self.censored < 0, self.censored > 0
         noisy = self.noise > 0
         for mask, parts in (
@@ -72,7 +70,7 @@ class Rows:
         return log_p, score, weight
 
     def spread(self, sigma: float) -> float:
-        """Standard deviation of Gaussian residuals at which ``sigma`` would be estimated.
+        """Return the standard deviation of Gaussian residuals that would be estimated as ``sigma``.
 
         The maximum likelihood scale of a robust density is not the standard deviation; this is the
         usual consistency factor, found from the expected estimating equation.
@@ -83,7 +81,7 @@ class Rows:
         density = norm.pdf(z) * (z[1] - z[0])
 
         def expected_slope(ratio: float) -> float:
-            """Expected derivative of the log density in log sigma, residuals N(0, ratio sigma)."""
+            """Return d E[log density] / d log sigma for residuals N(0, ratio sigma)."""
             up, down = (
                 _FAMILIES[self.family](z * ratio * sigma, scale, self.huber_delta)[0]
                 for scale in (sigma * np.exp(1e-5), sigma * np.exp(-1e-5))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy import sparse
 from scipy.linalg import cho_factor, cho_solve
-from scipy.optimize import minimize
+from scipy.optimize import OptimizeResult, minimize
 from scipy.sparse.linalg import splu
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     Array = np.ndarray
 
 DENSE_EFFECTS = 800  # up to here the joint covariance of the effects is kept
+_DENSE_ELEMENTS = 300_000
 _INNER_TOLERANCE = 1e-10
 
 
@@ -139,17 +140,16 @@ def estimate(model: Model, theta: Array, sigma: float) -> Components:
 
     low, high = np.log(sigma) - 12.0, np.log(sigma) + 6.0
     bounds = [(low, high)] + [(0.0, 1e3)] * terms
-    results = [
-        minimize(
-            criterion,
-            np.array([np.log(sigma) - shrink, *[ratio] * terms]),
-            method="L-BFGS-B",
-            bounds=bounds,
-            options={"ftol": 1e-13, "gtol": 1e-5 * (1 + len(model.rows.observed)) ** 0.5},
-        )
-        for ratio, shrink in (((1.0, 0.5), (0.1, 0.0)) if terms else ((0.0, 0.0),))
-    ]
-    best = min(results, key=lambda result: result.fun)
+
+    def search(ratio: float, shrink: float) -> OptimizeResult:
+        start = np.array([np.log(sigma) - shrink, *[ratio] * terms])
+        options = {"ftol": 1e-13, "gtol": 1e-5 * (1 + len(model.rows.observed)) ** 0.5}
+        return minimize(criterion, start, method="L-BFGS-B", bounds=bounds, options=options)
+
+    best = search(1.0, 0.5 if terms else 0.0)
+    if terms and (not best.success or (best.x[1:] < 1e-4).any()):
+        # A variance at zero, where the criterion is flat, may be a place where the search stalled.
+        best = min(best, search(0.1, 0.0), key=lambda result: (not result.success, result.fun))
     point = np.where(best.x < 1e-4, 0.0, best.x) if terms else best.x
     point[0] = best.x[0]
     mode = find_mode(model, _scales(point), warm["theta"], warm["scaled"])
@@ -217,7 +217,7 @@ def find_mode(model: Model, scales: Array, theta: Array, scaled: Array) -> Mode:
 
 
 def _evaluate(
-    model: Model, scales: Array, design: sparse.csr_array, theta: Array, scaled: Array
+    model: Model, scales: Array, design: Array | sparse.csr_array, theta: Array, scaled: Array
 ) -> tuple[float, Array, Array]:
     """Penalised log likelihood and the rows' scores and weights."""
     log_p, score, weight = model.rows.evaluate(model.value(theta) + design @ scaled, scales[0])
@@ -225,9 +225,12 @@ def _evaluate(
     return (total if np.isfinite(total) else -np.inf), score, weight
 
 
-def _scaled_effects(model: Model, scales: Array) -> sparse.csr_array:
-    """Design of the effects in units of their standard deviation."""
-    return sparse.csr_array(model.effects @ sparse.diags_array(np.repeat(scales[1:], model.sizes)))
+def _scaled_effects(model: Model, scales: Array) -> Array | sparse.csr_array:
+    """Design of the effects in units of their standard deviation; dense where that is faster."""
+    deviations = np.repeat(scales[1:], model.sizes)
+    if model.effects.shape[0] * model.effects.shape[1] <= _DENSE_ELEMENTS:
+        return model.effects.toarray() * deviations
+    return sparse.csr_array(model.effects @ sparse.diags_array(deviations))
 
 
 def _free(model: Model, theta: Array, pull: Array) -> Array:
@@ -240,9 +243,11 @@ def _free(model: Model, theta: Array, pull: Array) -> Array:
 class _Normal:
     """Normal equations of parameters and scaled effects, dense for few effects, else sparse."""
 
-    def __init__(self, x: Array, design: sparse.csr_array, weight: Array) -> None:
-        weighted = design.multiply(weight[:, None]).tocsr()
-        effects = weighted.T @ design + sparse.eye_array(design.shape[1])
+    def __init__(self, x: Array, design: Array | sparse.csr_array, weight: Array) -> None:
+        small = isinstance(design, np.ndarray)
+        weighted = design * weight[:, None] if small else design.multiply(weight[:, None]).tocsr()
+        unity = np.eye(design.shape[1]) if small else sparse.eye_array(design.shape[1])
+        effects = weighted.T @ design + unity
         cross = weighted.T @ x
         fixed = x.T @ (x * weight[:, None])
         self.unit = 1.0 / np.sqrt(np.maximum(np.diag(fixed), 1e-300))
@@ -251,7 +256,8 @@ class _Normal:
         cross = cross * self.unit
         self.dense = design.shape[1] <= DENSE_EFFECTS
         if self.dense:
-            whole = np.block([[fixed, cross.T], [cross, effects.toarray()]])
+            effects = effects if small else effects.toarray()
+            whole = np.block([[fixed, cross.T], [cross, effects]])
             self.factor = cho_factor(whole, lower=True)
         else:
             blocks = sparse.block_array([[effects, sparse.csc_array(cross)], [cross.T, fixed]])

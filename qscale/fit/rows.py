@@ -13,6 +13,8 @@ from qscale.laws import columns_of
 from qscale.table import require
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from qscale.laws import Law
 
 
@@ -36,20 +38,42 @@ class Selection:
         Integer cluster of each row, shape (n,); rows of one cluster share their noise.
     set_aside
         Why the other rows were left out, in the order of the checks.
+    observed
+        Target on the law's scale, or the bound where it is only known to lie beyond one, shape
+        (n,).
+    censored
+        -1 where the target is at or under its noise floor, +1 where the row collapsed, else 0.
+    noise
+        Standard error of the target in its own unit, 0 where not known, shape (n,).
     """
 
     frame: pd.DataFrame
     clusters: np.ndarray
     set_aside: tuple[SetAside, ...]
+    observed: np.ndarray
+    censored: np.ndarray
+    noise: np.ndarray
 
 
 _UNKNOWN = {"group_size": "group_size is one scale per row or not known"}
 
 
+_STANDARD_ERRORS = {"delta_loss": "delta_loss_se", "kl": "kl_se"}
+_COLLAPSED = ("collapsed", "nonfinite")
+
+
 def select(
-    frame: pd.DataFrame, law: Law, *, where: str | None, cluster: str, name: str = "table"
+    frame: pd.DataFrame,
+    law: Law,
+    *,
+    where: str | None,
+    cluster: str,
+    name: str = "table",
+    needed: Sequence[str] = (),
+    floor: float | None = None,
+    ceiling: float | None = None,
 ) -> Selection:
-    """Keep the rows with status ok, all columns of the law and a positive target.
+    """Keep the rows with status ok, all columns of the law and a usable target.
 
     Parameters
     ----------
@@ -63,6 +87,15 @@ def select(
         Column whose values mark rows with shared noise; rows without a value stand alone.
     name
         Name of the table for messages.
+    needed
+        Further columns that must have a value.
+    floor
+        Multiple of the target's standard error at or under which a row is only known to be below
+        that value. None, or a table without standard errors, sets targets that are not above zero
+        aside.
+    ceiling
+        Value of the target above which, or if it collapsed, a row is only known to be above it.
+        None keeps high targets as they are and sets collapsed rows aside.
 
     Raises
     ------
@@ -86,18 +119,48 @@ def select(
         frame = keep(frame, _matches(frame, where, name), f"not {where}")
     if "status" in frame.columns:
         for status in sorted(set(frame["status"].dropna()) - {"ok"}):
-            frame = keep(frame, (frame["status"] != status).to_numpy(), f"status is {status}")
-    for column in (*law.columns, law.target):
+            if not (ceiling is not None and status in _COLLAPSED):
+                frame = keep(frame, (frame["status"] != status).to_numpy(), f"status is {status}")
+    for column in dict.fromkeys((*law.columns, *needed)):
         frame = keep(
             frame, frame[column].notna().to_numpy(), _UNKNOWN.get(column, f"{column} is not known")
         )
-    positive = (frame[law.target] > 0).to_numpy()
-    frame = keep(frame, positive, f"{law.target} is not above zero and has no logarithm")
+    observed, censored, noise = _observed(frame, law, floor, ceiling)
+    known = frame[law.target].notna().to_numpy() | (censored != 0)
+    frame = frame.assign(_observed=observed, _censored=censored, _noise=noise)
+    frame = keep(frame, known, f"{law.target} is not known")
+    usable = np.isfinite(frame["_observed"].to_numpy())
+    frame = keep(frame, usable, f"{law.target} is not above zero and has no logarithm")
     frame = keep(frame, _in_domain(frame, law), "a column is outside the law's domain")
     if frame.empty:
         raise FitError(f"{name}: no row is left to fit {law.name!r} to. {explain(reasons)}")
     frame = frame.reset_index(drop=True)
-    return Selection(frame, _cluster_codes(frame[cluster]), tuple(reasons))
+    extra = ["_observed", "_censored", "_noise"]
+    arrays = [frame[column].to_numpy() for column in extra]
+    return Selection(
+        frame.drop(columns=extra), _cluster_codes(frame[cluster]), tuple(reasons), *arrays
+    )
+
+
+def _observed(
+    frame: pd.DataFrame, law: Law, floor: float | None, ceiling: float | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Target or bound on the law's scale, which of them it is, and the target's standard error."""
+    target = frame[law.target].to_numpy(dtype=float)
+    noise, censored = np.zeros(len(frame)), np.zeros(len(frame), dtype=int)
+    errors = _STANDARD_ERRORS.get(law.target, "")
+    if floor is not None and law.link == "log" and errors in frame.columns:
+        noise = frame[errors].fillna(0.0).to_numpy(dtype=float)
+        under = (noise > 0) & (target <= floor * noise)
+        censored[under] = -1
+        target = np.where(under, floor * noise, target)
+    if ceiling is not None:
+        over = target > ceiling
+        if "status" in frame.columns:
+            over |= frame["status"].isin(_COLLAPSED).to_numpy()
+        censored[over] = 1
+        target = np.where(over, ceiling, target)
+    return law.linked(target), censored, noise
 
 
 def explain(set_aside: list[SetAside] | tuple[SetAside, ...]) -> str:

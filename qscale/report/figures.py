@@ -12,6 +12,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.mathtext import MathTextParser
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
+from scipy.stats import norm
 
 from qscale.report.evidence import predicted
 from qscale.report.svg import INK, STYLE
@@ -114,13 +115,13 @@ def predicted_observed(fit: Fit, rows: pd.DataFrame, *, ax: Axes | None = None) 
     x, y = predicted(fit, rows), rows[fit.law.target].to_numpy()
     low, high = min(x.min(), y.min()) / 1.3, max(x.max(), y.max()) * 1.3
     line = np.array([low, high])
-    scatter = fit.scatter.draw(20_000, np.random.default_rng(0))
+    spread = np.sqrt(fit.effects.residual + fit.effects.variances.sum())
     for name, mask, colour, marker in _groups(rows):
         points: dict[str, Any] = {"s": 20, "color": colour, "marker": marker, "alpha": 0.8, "lw": 0}
         ax.scatter(x[mask], y[mask], **points, label=_short(name), zorder=3)
     ax.plot(line, line, color=INK, lw=1)
     for level, alpha in ((50, 0.16), (90, 0.09)):
-        edges = np.exp(np.quantile(scatter, [0.5 - level / 200, 0.5 + level / 200]))
+        edges = np.exp(spread * norm.ppf([0.5 - level / 200, 0.5 + level / 200]))
         band: dict[str, Any] = {"color": INK, "alpha": alpha, "lw": 0, "label": f"{level} % band"}
         ax.fill_between(line, line * edges[0], line * edges[1], **band)
     ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))

@@ -1,0 +1,128 @@
+"""``qscale select``: which factors a table supports, and which it cannot tell apart."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from qscale.cli.console import console, number, pairs, table
+from qscale.errors import QscaleError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from qscale.select import Selected
+
+
+def select(
+    data: str,
+    /,
+    *,
+    law: str,
+    candidates: str,
+    target: str | None = None,
+    map_: Annotated[list[str] | None, Parameter(name="--map")] = None,
+    where: str | None = None,
+    offset: list[str] | None = None,
+    cluster: str = "run",
+    alpha: float = 0.05,
+    seed: int = 0,
+) -> None:
+    """Add factors to a law as long as a test or held-out runs support them; warn of confounding.
+
+    Parameters
+    ----------
+    data
+        A .csv or .parquet table, or the name of a shipped dataset (see qscale datasets).
+    law
+        Name of the law to start from (see qscale laws).
+    candidates
+        Factors, separated by commas: a column of numbers (a power of it), a column of text (a
+        multiplier for each value), anneal, or KIND:COLUMN such as exponential:bits.
+    target
+        Column to predict instead of the law's own, such as relative_delta or kl.
+    map_
+        NAME=THEIRS reads the table's column THEIRS as NAME, such as tokens=D. May be repeated.
+    where
+        Rows to use, as a pandas query such as "method == 'gptq' and bits >= 3".
+    offset
+        Text column with a multiplier for each of its values throughout. May be repeated.
+    cluster
+        Column whose values mark rows with shared noise: what is resampled and left out.
+    alpha
+        Level at which p-values, adjusted for the number of candidates, count as support.
+    seed
+        Of the bootstrap.
+    """
+    from qscale import datasets  # noqa: PLC0415
+    from qscale import table as tables  # noqa: PLC0415
+    from qscale.laws import get  # noqa: PLC0415
+    from qscale.select import select_factors  # noqa: PLC0415
+
+    if not 0 < alpha < 1:
+        raise QscaleError(f"--alpha must be between 0 and 1. Got {alpha:g} instead.")
+    names = [name.strip() for name in candidates.split(",") if name.strip()]
+    if not names:
+        raise QscaleError("--candidates names no factor; give some, such as lr_peak,anneal.")
+    result = select_factors(
+        tables.read(datasets.find(data), pairs(map_ or [], "--map")),
+        get(law, target),
+        names,
+        where=where,
+        offset=offset or (),
+        cluster=cluster,
+        alpha=alpha,
+        seed=seed,
+        name=data,
+    )
+    show(result)
+
+
+def show(result: Selected) -> None:
+    """Print the steps, the final factors and the warnings."""
+    from qscale.fit import explain  # noqa: PLC0415
+
+    console.print(
+        f"{result.rows} rows in {result.clusters} clusters ({result.cluster}). "
+        f"{explain(result.set_aside)}",
+        markup=False,
+    )
+    for step, rows in result.steps.groupby("step"):
+        console.print(_table(f"Step {step}", rows))
+    console.print(_table("Each factor of the final law, given the others", result.support))
+    found = ", ".join(result.chosen) or "none of the candidates"
+    console.print(f"Supported at {result.alpha:g}: {found}.", markup=False)
+    console.print(f"{result.law.formula}", markup=False)
+    for sentence in result.confounding.warnings:
+        console.print(f"Warning: {sentence}", markup=False)
+    if result.idle:
+        console.print(f"Note: {', '.join(result.idle)} did not vary and took no part.")
+    least = 2 / 2**result.clusters
+    if least >= result.alpha:
+        console.print(
+            f"Note: with {result.clusters} clusters the p-value of a gain cannot be below "
+            f"{least:.2g}; only the Wald test can support a factor at {result.alpha:g}."
+        )
+
+
+def _table(title: str, rows: pd.DataFrame) -> object:
+    """Build the table of some steps."""
+    steps = "action" in rows.columns
+    drawn = [
+        (
+            f"{row['action']} {row['factor']}" if steps else row["factor"],
+            number(row["f"], 3),
+            number(row["p_holm"], 2),
+            number(row["error_without"], 3),
+            number(row["error_with"], 3),
+            f"{number(row['low'], 2)} to {number(row['high'], 2)}",
+            number(row["gain_p_holm"], 2),
+            row["supported"],
+            *((("yes" if row["taken"] else ""),) if steps else ()),
+        )
+        for _, row in rows.iterrows()
+    ]
+    heading = ("factor", "Wald F", "p", "error without", "with", "gain, 90 %", "p", "supported by",
+               *(("taken",) if steps else ()))  # fmt: skip
+    return table(title, heading, drawn)

@@ -1,0 +1,172 @@
+"""How rows scatter around a law: random effects known and unknown, and what new rows say of them.
+
+Everything here is on the link's scale. Parameters and the effects of known levels have one joint
+Gaussian distribution; a level that was not fitted has its term's variance. Measured rows of a new
+checkpoint update all of it by exact Gaussian conditioning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from qscale.fit.grouping import Term, design
+from qscale.fit.mixed import satterthwaite
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    Array = np.ndarray
+
+Kind = Literal["mean", "new_checkpoint"]
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """Random effects of a fit and the scatter of rows.
+
+    Parameters
+    ----------
+    terms
+        Random terms with their known levels.
+    values
+        Effects of the known levels, term after term, shape (q,).
+    variances
+        Variance of each term, shape (K,).
+    residual
+        Variance of a single row around its effects, squared log units (or the target's unit
+        squared if the law's link is the identity).
+    cov
+        Joint covariance of errors in the p parameters and the q effects, shape (p + q, p + q).
+    scales_cov
+        Covariance of the logs of (residual, *variances), shape (K + 1, K + 1).
+    cov_slopes
+        Derivatives of the parameters' covariance in those logs, shape (K + 1, p, p).
+    """
+
+    terms: tuple[Term, ...]
+    values: Array
+    variances: Array
+    residual: float
+    cov: Array
+    scales_cov: Array
+    cov_slopes: Array
+
+    def known(self, frame: pd.DataFrame) -> Array:
+        """Design of the known levels, shape (n, q)."""
+        return design(self.terms, frame).toarray()
+
+    def unknown(self, frame: pd.DataFrame) -> Array:
+        """Squared multiplier of each term in rows whose level is not known, shape (n, K)."""
+        columns = []
+        for term in self.terms:
+            new = ~np.isin(term.labels(frame).astype(str), np.array(term.levels, dtype=str))
+            columns.append(new * term.weights(frame) ** 2)
+        return np.stack(columns, axis=1) if columns else np.zeros((len(frame), 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Predictive:
+    """Distribution of predicted rows on the link's scale: location plus scale times Student's t.
+
+    Parameters
+    ----------
+    mean, sd, dof
+        Shape (n,) each.
+    """
+
+    mean: Array
+    sd: Array
+    dof: Array
+
+
+def predictive(
+    effects: Effects, location: Array, x: Array, frame: pd.DataFrame, kind: Kind
+) -> Predictive:
+    """Distribution of the law's mean or of a newly measured row.
+
+    Parameters
+    ----------
+    effects
+        Of the fit.
+    location, x
+        The law and its gradient at the rows, shapes (n,) and (n, p).
+    frame
+        The rows; their grouping columns say which levels they belong to.
+    kind
+        ``mean`` is the law plus known effects; ``new_checkpoint`` adds the variance of unknown
+        levels and of the row itself.
+    """
+    z = effects.known(frame)
+    both = np.concatenate([x, z], axis=1)
+    variance = np.einsum("ni,ij,nj->n", both, effects.cov, both)
+    slopes = np.einsum("ni,kij,nj->nk", x, effects.cov_slopes, x)
+    if kind == "new_checkpoint":
+        new = effects.unknown(frame) * effects.variances
+        variance = variance + new.sum(axis=1) + effects.residual
+        slopes = slopes + np.concatenate([np.full((len(new), 1), effects.residual), new], axis=1)
+    dof = satterthwaite(variance, slopes, effects.scales_cov)
+    return Predictive(location + z @ effects.values, np.sqrt(np.maximum(variance, 0.0)), dof)
+
+
+def condition(
+    effects: Effects,
+    theta: Array,
+    x: Array,
+    frame: pd.DataFrame,
+    surprise: Array,
+    noise: Array,
+) -> tuple[Array, Effects]:
+    """Update parameters and effects by measured rows, exactly for a law linear in its parameters.
+
+    Parameters
+    ----------
+    effects, theta
+        Of the fit.
+    x
+        Gradient of the law at the measured rows, shape (m, p).
+    frame
+        The measured rows.
+    surprise
+        Measured minus the law's value, without effects, shape (m,).
+    noise
+        Variance of the measurement itself, on the link's scale, shape (m,).
+
+    Returns
+    -------
+    numpy.ndarray, Effects
+        Updated parameters, and effects whose terms now know the rows' levels.
+    """
+    p = len(theta)
+    wider = _with_new_levels(effects, frame, p)
+    both = np.concatenate([x, wider.known(frame)], axis=1)
+    gain_to = wider.cov @ both.T
+    observed = both @ gain_to + np.diag(wider.residual + noise)
+    gain = np.linalg.solve(observed, gain_to.T).T
+    innovation = surprise - both[:, p:] @ wider.values
+    move = gain @ innovation
+    updated = replace(wider, values=wider.values + move[p:], cov=wider.cov - gain @ gain_to.T)
+    return theta + move[:p], updated
+
+
+def _with_new_levels(effects: Effects, frame: pd.DataFrame, p: int) -> Effects:
+    """Return the effects with the frame's unknown levels added at their prior variance."""
+    terms, order, fresh = [], list(range(p)), []
+    position = p
+    total = len(effects.cov)
+    for term, variance in zip(effects.terms, effects.variances, strict=True):
+        new = [label for label in dict.fromkeys(term.labels(frame)) if label not in term.levels]
+        terms.append(replace(term, levels=(*term.levels, *new)))
+        order += [*range(position, position + len(term.levels))]
+        order += [*range(total + len(fresh), total + len(fresh) + len(new))]
+        position += len(term.levels)
+        fresh += [variance] * len(new)
+    cov = np.zeros((total + len(fresh),) * 2)
+    cov[:total, :total] = effects.cov
+    cov[range(total, len(cov)), range(total, len(cov))] = fresh
+    values = np.concatenate([np.zeros(p), effects.values, np.zeros(len(fresh))])
+    return replace(
+        effects, terms=tuple(terms), values=values[order][p:], cov=cov[np.ix_(order, order)]
+    )

@@ -1,0 +1,153 @@
+"""Covariances and intervals of a fit's parameters: sandwich, cluster bootstrap and profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy import sparse
+from scipy.optimize import brentq
+from scipy.stats import t as student
+
+from qscale.fit.mixed import Components, Model, find_mode
+
+if TYPE_CHECKING:
+    Array = np.ndarray
+
+_JACKKNIFE_CLUSTERS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What each cluster contributes to the estimating equations.
+
+    Parameters
+    ----------
+    information
+        ``X_g' V_g^-1 X_g`` of each cluster, shape (G, p, p).
+    score
+        ``X_g' V_g^-1 r_g`` of each cluster at the estimate, shape (G, p).
+    """
+
+    information: Array
+    score: Array
+
+
+def pieces(model: Model, fitted: Components, clusters: Array) -> Pieces:
+    """Split the estimating equations by cluster; random effects are taken as nested in clusters."""
+    mode = fitted.mode
+    x = model.gradient(mode.theta) * mode.free
+    deviations = np.repeat(np.sqrt(fitted.variances), model.sizes)
+    z = sparse.csr_array(model.effects @ sparse.diags_array(deviations))
+    groups = int(clusters.max()) + 1
+    score = np.zeros((groups, x.shape[1]))
+    np.add.at(score, clusters, x * mode.score[:, None])
+    order = np.argsort(clusters, kind="stable")
+    edges = np.searchsorted(clusters[order], np.arange(groups + 1))
+    information = np.zeros((groups, x.shape[1], x.shape[1]))
+    for g in range(groups):
+        rows = order[edges[g] : edges[g + 1]]
+        xg, wg = x[rows], mode.weight[rows][:, None]
+        information[g] = xg.T @ (wg * xg)
+        zg = z[rows]
+        used = np.unique(zg.indices)
+        if len(used):
+            zg = zg[:, used].toarray()
+            cross = zg.T @ (wg * xg)
+            inner = zg.T @ (wg * zg) + np.eye(len(used))
+            information[g] -= cross.T @ np.linalg.solve(inner, cross)
+    return Pieces(information, score)
+
+
+def sandwich(parts: Pieces, cov: Array) -> Array:
+    """Cluster-robust covariance, shape (p, p).
+
+    The jackknife form (CR3; Bell and McCaffrey 2002) in one step from the estimate, which does not
+    understate the variance with few clusters; with more than 2,000 clusters the plain form with
+    the factor ``G / (G - 1)`` (CR1), which is then the same.
+    """
+    free = np.diag(cov) > 0
+    groups = len(parts.score)
+    score, information = parts.score[:, free], parts.information[:, free][:, :, free]
+    if groups > _JACKKNIFE_CLUSTERS:
+        moves = score @ cov[np.ix_(free, free)]
+    else:
+        rest = information.sum(axis=0) - information
+        unit = 1.0 / np.sqrt(np.diag(information.sum(axis=0)))
+        scaled = rest * np.outer(unit, unit)
+        # Without one cluster a parameter may be undetermined; the pseudo-inverse leaves it be.
+        moves = (np.linalg.pinv(scaled, hermitian=True) @ (score * unit)[:, :, None])[:, :, 0]
+        moves = moves * unit
+    result = np.zeros_like(cov)
+    factor = groups / (groups - 1) if groups > _JACKKNIFE_CLUSTERS else (groups - 1) / groups
+    result[np.ix_(free, free)] = factor * moves.T @ moves
+    return result
+
+
+def bootstrap(
+    parts: Pieces, theta: Array, free: Array, n_boot: int, rng: np.random.Generator
+) -> Array:
+    """Refit on resampled clusters with row weights and variances held, shape (n_boot, p).
+
+    Holding them makes a refit one linear system, the one-step cluster bootstrap of Cameron,
+    Gelbach and Miller (2008, section II) for the estimating equations of the fit.
+    """
+    groups = len(parts.score)
+    counts = rng.multinomial(groups, np.full(groups, 1.0 / groups), size=n_boot).astype(float)
+    keep = np.flatnonzero(free)
+    information = parts.information[:, keep][:, :, keep]
+    unit = 1.0 / np.sqrt(np.diag(information.sum(axis=0)))
+    normal = np.tensordot(counts, information * np.outer(unit, unit), axes=1)
+    right = counts @ (parts.score[:, keep] * unit)
+    draws = np.repeat(theta[None], n_boot, axis=0)
+    inverse = np.linalg.pinv(normal, rcond=1e-10, hermitian=True)
+    draws[:, keep] += (inverse @ right[:, :, None])[:, :, 0] * unit
+    return draws
+
+
+def profile(
+    model: Model, fitted: Components, index: int, level: float, dof: float
+) -> tuple[float, float]:
+    """Profile-likelihood interval of one internal parameter, variances held at their estimates.
+
+    The interval ends where the penalised deviance has risen by the square of the t quantile. It is
+    one-sided, ending at the bound, where a bound comes first or the estimate lies on it.
+    """
+    scales = np.concatenate([[fitted.sigma], np.sqrt(fitted.variances)])
+    rise = float(student.ppf(0.5 + level / 2, dof)) ** 2
+    at = float(fitted.theta[index])
+    state = {"theta": fitted.mode.theta, "scaled": fitted.mode.scaled}
+    best = _deviance(model, scales, fitted.mode.theta, fitted.mode.scaled)
+
+    def excess(value: float) -> float:
+        low, high = model.low.copy(), model.high.copy()
+        low[index] = high[index] = value
+        start = np.clip(state["theta"], low, high)
+        held = replace(model, low=low, high=high)
+        mode = find_mode(held, scales, start, state["scaled"])
+        return _deviance(model, scales, mode.theta, mode.scaled) - best - rise
+
+    width = float(np.sqrt(max(fitted.cov[index, index], 1e-12)))
+    ends = []
+    for side, bound in ((-1.0, model.low[index]), (1.0, model.high[index])):
+        inner, reach = at, width * rise**0.5
+        for _ in range(30):
+            outer = side * min(side * (at + side * reach), side * bound)
+            if excess(outer) > 0:
+                ends.append(float(brentq(excess, inner, outer, xtol=1e-6 * width)))
+                break
+            if outer == bound:
+                ends.append(float(bound))
+                break
+            inner, reach = outer, 2 * reach
+        else:
+            ends.append(float(bound))
+    return ends[0], ends[1]
+
+
+def _deviance(model: Model, scales: Array, theta: Array, scaled: Array) -> float:
+    """-2 times the penalised log likelihood."""
+    deviations = np.repeat(scales[1:], model.sizes)
+    eta = model.value(theta) + model.effects @ (scaled * deviations)
+    return float(-2 * model.rows.evaluate(eta, scales[0])[0].sum() + scaled @ scaled)
