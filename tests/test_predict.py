@@ -31,7 +31,7 @@ def test_intervals_of_new_runs_cover_as_promised() -> None:
     inside = {50: [], 90: []}
     for seed in range(30):
         found = fit(simulate(runs=20, seed=seed), get("ouyang"), n_boot=100, seed=seed)
-        fresh = simulate(runs=10, seed=1000 + seed)
+        fresh = simulate(runs=10, seed=1000 + seed, prefix="new")
         predicted = predict(found, fresh.drop(columns="delta_loss"), seed=seed)
         for level, hits in inside.items():
             low, high = predicted[f"low_{level}"], predicted[f"high_{level}"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.special import gammaln, log_ndtr
+from scipy.special import gammaln, log_ndtr, ndtr
 from scipy.stats import norm
 
 if TYPE_CHECKING:
@@ -69,6 +69,22 @@ class Rows:
                 )
         return log_p, score, weight
 
+    def information(self, weight: Array, sigma: float) -> Array:
+        """Return each row's information on the law, shape (n,).
+
+        For a robust density this is its expectation, which does not jump as rows pass delta; rows
+        that are censored or noisy keep the ``weight`` of `evaluate`.
+        """
+        if self.family == "gaussian":
+            return weight
+        plain = (self.censored == 0) & (self.noise <= 0)
+        if self.family == "student_t":
+            share = (STUDENT_DOF + 1) / (STUDENT_DOF + 3)
+        else:
+            k = HUBER_EFFICIENT if self.huber_delta is None else self.huber_delta / sigma
+            share = np.sqrt(2 * np.pi) * (2 * ndtr(k) - 1) / _huber_mass(k)
+        return np.where(plain, share / sigma**2, weight)
+
     def spread(self, sigma: float) -> float:
         """Return the standard deviation of Gaussian residuals that would be estimated as ``sigma``.
 
@@ -117,7 +133,7 @@ def _huber(r: Array, sigma: float, delta: float | None) -> tuple[Array, Array, A
 
 def _huber_mass(k: float) -> float:
     """Integral of exp(-huber(z, k)) over z."""
-    return float(np.sqrt(2 * np.pi) * (2 * norm.cdf(k) - 1) + 2 / k * np.exp(-0.5 * k * k))
+    return float(np.sqrt(2 * np.pi) * (2 * ndtr(k) - 1) + 2 / k * np.exp(-0.5 * k * k))
 
 
 _FAMILIES = {"gaussian": _gaussian, "student_t": _student_t, "huber": _huber}

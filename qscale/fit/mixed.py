@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DENSE_EFFECTS = 800  # up to here the joint covariance of the effects is kept
 _DENSE_ELEMENTS = 300_000
-_INNER_TOLERANCE = 1e-10
+_INNER_TOLERANCE = 1e-14
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Mode:
     criterion
         -2 log of the Laplace-approximate restricted likelihood.
     score, weight
-        Per row, see `qscale.fit.likelihood`.
+        Per row, its score and its information, see `qscale.fit.likelihood`.
     free
         Which parameters are neither fixed nor at a bound that the score pushes against, shape (p,).
     """
@@ -143,8 +143,10 @@ def estimate(model: Model, theta: Array, sigma: float) -> Components:
 
     def search(ratio: float, shrink: float) -> OptimizeResult:
         start = np.array([np.log(sigma) - shrink, *[ratio] * terms])
-        options = {"ftol": 1e-13, "gtol": 1e-5 * (1 + len(model.rows.observed)) ** 0.5}
-        return minimize(criterion, start, method="L-BFGS-B", bounds=bounds, options=options)
+        options = {"ftol": 1e-14, "gtol": 1e-6 * (1 + len(model.rows.observed)) ** 0.5}
+        return minimize(
+            criterion, start, method="L-BFGS-B", jac="3-point", bounds=bounds, options=options
+        )
 
     best = search(1.0, 0.5 if terms else 0.0)
     if terms and (not best.success or (best.x[1:] < 1e-4).any()):
@@ -210,6 +212,7 @@ def find_mode(model: Model, scales: Array, theta: Array, scaled: Array) -> Mode:
                 break
         theta, scaled, state = trial, trial_scaled, found
     log_p, score, weight = state
+    weight = model.rows.information(weight, scales[0])
     x = model.gradient(theta)
     free = _free(model, theta, x.T @ score)
     normal = _Normal(x[:, free], design, weight)
