@@ -63,8 +63,8 @@ def test_an_unseen_source_widens_the_interval_by_the_spread_of_sources() -> None
     assert ratio == pytest.approx(1.0, abs=0.35)
 
 
-def test_a_fit_without_draws_has_null_intervals() -> None:
-    found = fit(simulate(), get("ouyang"), n_boot=0)
+def test_a_bootstrap_without_draws_has_null_intervals() -> None:
+    found = fit(simulate(), get("ouyang"), interval="bootstrap", n_boot=0)
     predicted = predict(found, simulate(seed=1).head(2))
     assert predicted[["low_90", "high_90"]].isna().all().all()
 

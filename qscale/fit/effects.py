@@ -153,7 +153,8 @@ def condition(
 
 def _with_new_levels(effects: Effects, frame: pd.DataFrame, p: int) -> Effects:
     """Return the effects with the frame's unknown levels added at their prior variance."""
-    terms, order, fresh = [], list(range(p)), []
+    terms, order = [], list(range(p))
+    fresh: list[float] = []
     position = p
     total = len(effects.cov)
     for term, variance in zip(effects.terms, effects.variances, strict=True):

@@ -50,10 +50,10 @@ def pieces(model: Model, fitted: Components, clusters: Array) -> Pieces:
         rows = order[edges[g] : edges[g + 1]]
         xg, wg = x[rows], mode.weight[rows][:, None]
         information[g] = xg.T @ (wg * xg)
-        zg = z[rows]
-        used = np.unique(zg.indices)
+        own = z[rows]
+        used = np.unique(own.indices)
         if len(used):
-            zg = zg[:, used].toarray()
+            zg = own[:, used].toarray()
             cross = zg.T @ (wg * xg)
             inner = zg.T @ (wg * zg) + np.eye(len(used))
             information[g] -= cross.T @ np.linalg.solve(inner, cross)

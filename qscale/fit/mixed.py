@@ -9,7 +9,7 @@ Stat. Softw. 67, section 3); for other rows it is its Laplace approximation.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy import sparse
@@ -143,7 +143,7 @@ def estimate(model: Model, theta: Array, sigma: float) -> Components:
 
     def search(ratio: float, shrink: float) -> OptimizeResult:
         start = np.array([np.log(sigma) - shrink, *[ratio] * terms])
-        options = {"ftol": 1e-14, "gtol": 1e-6 * (1 + len(model.rows.observed)) ** 0.5}
+        options: Any = {"ftol": 1e-14, "gtol": 1e-6 * (1 + len(model.rows.observed)) ** 0.5}
         return minimize(
             criterion, start, method="L-BFGS-B", jac="3-point", bounds=bounds, options=options
         )
@@ -247,21 +247,24 @@ class _Normal:
     """Normal equations of parameters and scaled effects, dense for few effects, else sparse."""
 
     def __init__(self, x: Array, design: Array | sparse.csr_array, weight: Array) -> None:
-        small = isinstance(design, np.ndarray)
-        weighted = design * weight[:, None] if small else design.multiply(weight[:, None]).tocsr()
-        unity = np.eye(design.shape[1]) if small else sparse.eye_array(design.shape[1])
-        effects = weighted.T @ design + unity
+        q = design.shape[1]
+        if isinstance(design, np.ndarray):
+            weighted = design * weight[:, None]
+            effects: Any = weighted.T @ design + np.eye(q)
+        else:
+            weighted = design.multiply(weight[:, None]).tocsr()
+            effects = weighted.T @ design + sparse.eye_array(q)
         cross = weighted.T @ x
         fixed = x.T @ (x * weight[:, None])
         self.unit = 1.0 / np.sqrt(np.maximum(np.diag(fixed), 1e-300))
         self.p = x.shape[1]
         fixed = fixed * np.outer(self.unit, self.unit) + 1e-13 * np.eye(self.p)
         cross = cross * self.unit
-        self.dense = design.shape[1] <= DENSE_EFFECTS
+        self.dense = q <= DENSE_EFFECTS
+        self.factor: Any
         if self.dense:
-            effects = effects if small else effects.toarray()
-            whole = np.block([[fixed, cross.T], [cross, effects]])
-            self.factor = cho_factor(whole, lower=True)
+            effects = effects if isinstance(effects, np.ndarray) else effects.toarray()
+            self.factor = cho_factor(np.block([[fixed, cross.T], [cross, effects]]), lower=True)
         else:
             blocks = sparse.block_array([[effects, sparse.csc_array(cross)], [cross.T, fixed]])
             self.factor = splu(sparse.csc_array(blocks))

@@ -303,7 +303,7 @@ class Fit:
             reach = self.calibration.reach(probabilities)
             edges = found.mean + reach[:, None] * np.sqrt(found.sd**2 + extra)
         else:
-            reach = student.ppf(probabilities[:, None], found.dof)
+            reach = np.asarray(student.ppf(probabilities[:, None], found.dof))
             edges = found.mean + reach * np.sqrt(found.sd**2 + extra)
         return self.law.unlinked(edges)
 
