@@ -6,8 +6,6 @@ units and plausible ranges, reads and checks files, and writes them atomically.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pandas as pd
 
+from qscale.atomic import replacing
 from qscale.errors import TableError
 
 if TYPE_CHECKING:
@@ -346,20 +345,11 @@ def write(frame: pd.DataFrame, path: str | Path) -> None:
     path = Path(path)
     if not path.name.endswith(_SUFFIXES):
         raise TableError(f"{path}: a table must end in one of {', '.join(_SUFFIXES)}.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # The suffix is kept so that pandas still sees which compression is asked for.
-    handle, name = tempfile.mkstemp(prefix=".", suffix=f".{path.name}", dir=path.parent)
-    os.close(handle)
-    partial = Path(name)
-    try:
+    with replacing(path) as partial:
         if path.suffix == ".parquet":
             frame.to_parquet(partial, index=False)
         else:
             frame.to_csv(partial, index=False)
-        partial.chmod(0o644)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def from_rows(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

@@ -7,8 +7,8 @@ checkpoint update all of it by exact Gaussian conditioning.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -66,6 +66,36 @@ class Effects:
             columns.append(new * term.weights(frame) ** 2)
         return np.stack(columns, axis=1) if columns else np.zeros((len(frame), 0))
 
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON-able values, arrays rounded to ten digits."""
+        arrays = ("values", "variances", "cov", "scales_cov", "cov_slopes")
+        return {
+            "terms": [asdict(term) for term in self.terms],
+            "residual": self.residual,
+            **{name: shortened(getattr(self, name)) for name in arrays},
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Effects:
+        """Rebuild from `to_json`."""
+        terms = tuple(
+            Term(**{**term, "columns": tuple(term["columns"]), "levels": tuple(term["levels"])})
+            for term in content["terms"]
+        )
+        rest = {
+            key: np.array(value, dtype=float)
+            for key, value in content.items()
+            if key not in ("terms", "residual")
+        }
+        return cls(terms=terms, residual=content["residual"], **rest)
+
+
+def shortened(values: Array) -> Any:
+    """Nested lists with ten significant digits, far below any uncertainty, to keep files small."""
+    if values.ndim == 0:
+        return float(f"{values:.10g}")
+    return [shortened(value) for value in values]
+
 
 @dataclass(frozen=True, slots=True)
 class Predictive:
@@ -109,6 +139,34 @@ def predictive(
         slopes = slopes + np.concatenate([np.full((len(new), 1), effects.residual), new], axis=1)
     dof = satterthwaite(variance, slopes, effects.scales_cov)
     return Predictive(location + z @ effects.values, np.sqrt(np.maximum(variance, 0.0)), dof)
+
+
+def mean_variance(effects: Effects, x: Array, frame: pd.DataFrame) -> Predictive:
+    """Distribution of the mean error of newly measured rows together, on the link's scale.
+
+    Rows that share an unknown level share its deviation, so that many rows of one new run are not
+    surer than the spread of runs.
+
+    Parameters
+    ----------
+    effects
+        Of a fit that has not seen the rows' levels.
+    x
+        Gradient of the law at the rows, shape (n, p).
+    frame
+        The rows.
+    """
+    wider = _with_new_levels(effects, frame, x.shape[1])
+    both = np.concatenate([x, wider.known(frame)], axis=1).mean(axis=0)
+    variance = np.array([both @ wider.cov @ both + effects.residual / len(frame)])
+    shared = both[x.shape[1] :] ** 2 * np.diag(wider.cov)[x.shape[1] :]
+    owner = np.repeat(np.arange(len(wider.terms)), [len(term.levels) for term in wider.terms])
+    parts = np.bincount(owner, weights=shared, minlength=len(wider.terms))
+    own = np.concatenate([[effects.residual / len(frame)], parts])
+    mean = both[: x.shape[1]]
+    slopes = np.einsum("i,kij,j->k", mean, effects.cov_slopes, mean) + own
+    dof = satterthwaite(variance, slopes[None], effects.scales_cov)
+    return Predictive(np.zeros(1), np.sqrt(variance), dof)
 
 
 def condition(

@@ -20,7 +20,8 @@ from qscale.fit.inference import bootstrap as cluster_bootstrap
 from qscale.fit.intervals import bootstrap as one_step_bootstrap
 from qscale.fit.intervals import pieces, profile, sandwich
 from qscale.fit.likelihood import HUBER_EFFICIENT, Rows
-from qscale.fit.result import Data, Fit, Search
+from qscale.fit.record import Data, Search
+from qscale.fit.result import Fit
 from qscale.fit.rows import Selection, check_levels, select
 from qscale.fit.solver import Problem, Solution, solve
 from qscale.laws import Law, columns_of
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from qscale.fit.grouping import Term
     from qscale.fit.likelihood import Family
-    from qscale.fit.result import Interval
+    from qscale.fit.record import Interval
 
     Array = np.ndarray
 

@@ -3,139 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 from scipy.stats import t as student
 
+from qscale.atomic import write_text
 from qscale.errors import FitError, TableError
-from qscale.fit.calibration import Calibration
-from qscale.fit.effects import Effects, Kind, Predictive, condition, predictive
-from qscale.fit.grouping import Term
-from qscale.fit.rows import SetAside
-from qscale.laws import LAWS, Law, Published, columns_of, from_spec
+from qscale.fit.effects import Effects, Predictive, condition, mean_variance, predictive, shortened
+from qscale.laws import LAWS, Law, Published, columns_of
 from qscale.table import require
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from qscale.fit.calibration import Calibration
+    from qscale.fit.effects import Kind
+    from qscale.fit.record import Data, Interval, Search
+
 FORMAT = 2
-
-Interval = Literal["model", "sandwich", "bootstrap", "profile", "conformal"]
-
-STATUS_MEANING = {
-    "converged": "The gradient is zero to tolerance and every parameter is determined.",
-    "bound_hit": "A parameter ended on its bound: its interval is one-sided and the data ask for "
-    "another form.",
-    "not_identified": "Some parameters cannot be told apart: only their combination is known.",
-    "failed": "No start converged: do not use the numbers.",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Search:
-    """How the minimum was found.
-
-    Parameters
-    ----------
-    status
-        One of `STATUS_MEANING`.
-    detail
-        What a user should know about the status, in words.
-    starts, agreeing
-        Number of starting points, and of those that ended at the best objective.
-    objective
-        Sum of losses at the minimum.
-    huber_delta
-        Log residual at which the loss turns linear.
-    condition_number
-        Of the information matrix scaled to unit diagonal; above 1e8 is not identified.
-    boots, boots_converged
-        Bootstrap refits asked for and converged.
-    notes
-        What else a user should know, in sentences: random terms that could not be estimated,
-        parameters that trade off.
-    """
-
-    status: str
-    detail: str
-    starts: int
-    agreeing: int
-    objective: float
-    huber_delta: float
-    condition_number: float
-    boots: int
-    boots_converged: int
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Data:
-    """What a law was fitted on.
-
-    Parameters
-    ----------
-    name
-        Path or dataset name.
-    sha256
-        Hash of the usable rows' columns, in order.
-    rows, clusters, cluster
-        Usable rows, their clusters and the column that marks them.
-    set_aside
-        Rows that took no part, with reasons.
-    ranges
-        ``{column: (lowest, highest)}`` of numeric columns in the usable rows.
-    levels
-        ``{column: values}`` of text columns in the usable rows.
-    options
-        Options that reproduce the fit: where, mapping, offset, fixed, seed.
-    """
-
-    name: str
-    sha256: str
-    rows: int
-    clusters: int
-    cluster: str
-    set_aside: tuple[SetAside, ...]
-    ranges: dict[str, tuple[float, float]]
-    levels: dict[str, tuple[str, ...]]
-    options: dict[str, Any]
-
-
-class Fitted(Protocol):
-    """What laws and regressions have in common once fitted."""
-
-    @property
-    def name(self) -> str:
-        """Name of the law or model."""
-
-    @property
-    def target(self) -> str:
-        """Column that is predicted."""
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Columns that must be given for a prediction."""
-
-    @property
-    def data(self) -> Data:
-        """What it was fitted on."""
-
-    def center(self, frame: pd.DataFrame) -> np.ndarray:
-        """Prediction in the target's unit for the average group, shape (n,)."""
-
-    def quantiles(
-        self, frame: pd.DataFrame, probabilities: np.ndarray, kind: Kind, seed: int = 0
-    ) -> np.ndarray:
-        """Quantiles of the prediction in the target's unit, shape (k, n)."""
-
-    def given(self, rows: pd.DataFrame) -> Fitted:
-        """Return what is known after some rows of a new checkpoint have been measured."""
-
-    def save(self, path: str | Path) -> None:
-        """Write it to a file, all or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,10 +159,7 @@ class Fit:
     def predictive(self, frame: pd.DataFrame, kind: Kind = "new_checkpoint") -> Predictive:
         """Distribution of predicted rows on the link's scale, see `qscale.fit.effects`."""
         frame = self._complete(frame)
-        data = columns_of(self.law, frame)
-        x = np.broadcast_to(
-            self.law.gradient(self.theta[None], data)[0], (len(frame), len(self.theta))
-        )
+        x = self._gradient(frame)
         p = len(self.theta)
         cov = self.effects.cov.copy()
         if self.interval in ("sandwich", "conformal", "bootstrap") and self.cov.any():
@@ -307,6 +192,22 @@ class Fit:
             edges = found.mean + reach * np.sqrt(found.sd**2 + extra)
         return self.law.unlinked(edges)
 
+    def surprise(self, rows: pd.DataFrame) -> Predictive:
+        """Mean error of the measured rows of a new checkpoint or run, and its predicted spread.
+
+        Returns
+        -------
+        Predictive
+            One entry: the mean of observed minus predicted on the link's scale, the standard
+            deviation that the fit expects of it, and the degrees of freedom of their ratio.
+        """
+        rows = self._complete(rows)
+        found = mean_variance(self.effects, self._gradient(rows), rows)
+        observed = self.law.linked(rows[self.target].to_numpy(dtype=float))
+        error = float((observed - self.predictive(rows).mean).mean())
+        unseen = float(self._unseen_variance(rows).mean())
+        return Predictive(np.array([error]), np.sqrt(found.sd**2 + unseen), found.dof)
+
     def given(self, rows: pd.DataFrame) -> Fit:
         """Return the fit conditioned on measured rows of a new checkpoint.
 
@@ -338,10 +239,7 @@ class Fit:
         if not np.isfinite(linked).all():
             row = int(np.flatnonzero(~np.isfinite(linked))[0]) + 1
             raise FitError(f"given rows: row {row}, {self.law.target} must be above zero.")
-        x = np.broadcast_to(
-            self.law.gradient(self.theta[None], columns_of(self.law, rows))[0],
-            (len(rows), len(self.theta)),
-        )
+        x = self._gradient(rows)
         noise = np.zeros(len(rows))
         if self.law.target == "delta_loss" and "delta_loss_se" in rows.columns:
             noise = (rows["delta_loss_se"].fillna(0.0) / rows["delta_loss"]).to_numpy() ** 2
@@ -361,6 +259,11 @@ class Fit:
         """Law on the link's scale, shape (S, n)."""
         location = self.law.location(theta, columns_of(self.law, frame))
         return np.broadcast_to(location, (len(theta), len(frame)))
+
+    def _gradient(self, frame: pd.DataFrame) -> np.ndarray:
+        """Gradient of the law on the link's scale, shape (n, p)."""
+        gradient = self.law.gradient(self.theta[None], columns_of(self.law, frame))[0]
+        return np.broadcast_to(gradient, (len(frame), len(self.theta)))
 
     def _complete(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Check the columns; those of offsets may be absent and are filled with no level."""
@@ -420,105 +323,17 @@ class Fit:
             "search": asdict(self.search),
             "data": asdict(self.data),
             "interval": self.interval,
-            "cov": _short_matrix(self.cov),
-            "dof": _short(self.dof),
-            "effects": _effects_json(self.effects),
-            "profiles": None if self.profiles is None else _short_matrix(self.profiles),
+            "cov": shortened(self.cov),
+            "dof": shortened(self.dof),
+            "effects": self.effects.to_json(),
+            "profiles": None if self.profiles is None else shortened(self.profiles),
             "calibration": None if self.calibration is None else self.calibration.to_json(),
             "theta": self.theta.tolist(),
-            "draws": [_short(draw) for draw in self.draws],
+            "draws": shortened(self.draws),
             "versions": self.versions,
         }
         return json.dumps(content, indent=None, allow_nan=False)
 
     def save(self, path: str | Path) -> None:
         """Write the fit to a file, all or nothing."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(prefix=".", suffix=path.name, dir=path.parent)
-        with os.fdopen(handle, "w") as file:
-            file.write(self.to_json() + "\n")
-        Path(partial).chmod(0o644)
-        Path(partial).replace(path)
-
-
-def _short(values: np.ndarray) -> list[float]:
-    """Round to ten significant digits, far below any uncertainty, to keep files small."""
-    return [float(f"{value:.10g}") for value in values]
-
-
-def _short_matrix(matrix: np.ndarray) -> list[list[float]]:
-    """Round every entry as `_short` does."""
-    return [_short(row) for row in matrix]
-
-
-def _effects_json(effects: Effects) -> dict[str, Any]:
-    """Return random effects as JSON-able values."""
-    return {
-        "terms": [asdict(term) for term in effects.terms],
-        "values": _short(effects.values),
-        "variances": _short(effects.variances),
-        "residual": effects.residual,
-        "cov": _short_matrix(effects.cov),
-        "scales_cov": _short_matrix(effects.scales_cov),
-        "cov_slopes": [_short_matrix(slope) for slope in effects.cov_slopes],
-    }
-
-
-def _effects(content: dict[str, Any], p: int) -> Effects:
-    """Rebuild random effects from JSON."""
-    terms = tuple(
-        Term(**{**term, "columns": tuple(term["columns"]), "levels": tuple(term["levels"])})
-        for term in content["terms"]
-    )
-    count = len(terms) + 1
-    return Effects(
-        terms=terms,
-        values=np.array(content["values"], dtype=float),
-        variances=np.array(content["variances"], dtype=float),
-        residual=content["residual"],
-        cov=np.array(content["cov"], dtype=float),
-        scales_cov=np.array(content["scales_cov"], dtype=float).reshape(count, count),
-        cov_slopes=np.array(content["cov_slopes"], dtype=float).reshape(count, p, p),
-    )
-
-
-def load(path: str | Path) -> Fit:
-    """Read a fit that `Fit.save` wrote.
-
-    Raises
-    ------
-    FitError
-        If the file is missing, not a qscale fit, or of a later format.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FitError(f"{path}: no such fit. Make one with qscale fit.")
-    try:
-        content = json.loads(path.read_text())
-        version = content["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise FitError(f"{path}: not a fit written by qscale fit.") from error
-    if version != FORMAT:
-        raise FitError(f"{path}: format {version} is not known to this version of qscale.")
-    data = content["data"]
-    data["set_aside"] = tuple(SetAside(**entry) for entry in data["set_aside"])
-    data["ranges"] = {name: tuple(pair) for name, pair in data["ranges"].items()}
-    data["levels"] = {name: tuple(values) for name, values in data["levels"].items()}
-    search = content["search"]
-    theta = np.array(content["theta"])
-    profiles, calibration = content["profiles"], content["calibration"]
-    return Fit(
-        law=from_spec(content["law"]),
-        theta=theta,
-        interval=content["interval"],
-        cov=np.array(content["cov"]),
-        dof=np.array(content["dof"]),
-        effects=_effects(content["effects"], len(theta)),
-        draws=np.array(content["draws"]).reshape(-1, len(theta)),
-        profiles=None if profiles is None else np.array(profiles),
-        calibration=None if calibration is None else Calibration.from_json(calibration),
-        search=Search(**{**search, "notes": tuple(search["notes"])}),
-        data=Data(**data),
-        versions=content["versions"],
-    )
+        write_text(path, self.to_json() + "\n")

@@ -116,7 +116,7 @@ def select(
         return rows[mask]
 
     if where:
-        frame = keep(frame, _matches(frame, where, name), f"not {where}")
+        frame = keep(frame, matches(frame, where, name), f"not {where}")
     if "status" in frame.columns:
         for status in sorted(set(frame["status"].dropna()) - {"ok"}):
             if not (ceiling is not None and status in _COLLAPSED):
@@ -170,8 +170,14 @@ def explain(set_aside: list[SetAside] | tuple[SetAside, ...]) -> str:
     return f"Set aside: {'; '.join(f'{s.rows} rows because {s.reason}' for s in set_aside)}."
 
 
-def _matches(frame: pd.DataFrame, where: str, name: str) -> np.ndarray:
-    """Evaluate the query to a boolean mask."""
+def matches(frame: pd.DataFrame, where: str, name: str) -> np.ndarray:
+    """Evaluate a query to a boolean mask, shape (n,).
+
+    Raises
+    ------
+    TableError
+        If it cannot be evaluated or is not true or false for each row.
+    """
     try:
         mask = frame.eval(where, engine="python")
     except Exception as error:  # pandas raises many types for a query that cannot be evaluated

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qscale.errors import FitError
-from qscale.fit.result import Fit, load
+from qscale.fit.storage import load
+
+if TYPE_CHECKING:
+    from qscale.fit.result import Fit
 
 _HERE = Path(__file__).resolve().parent.parent
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from qscale import datasets
 from qscale import table as tables
+from qscale.atomic import write_text
 from qscale.errors import QscaleError
 from qscale.fit.shipped import find
 from qscale.report.blocks import Figures, Heading
@@ -113,8 +112,8 @@ def write_report(
     }
     title = f"qscale report: {', '.join(fits)}"
     _place_figures(drawn, written.figures)
-    _place(render_markdown(content, written.figures.name), written.markdown)
-    _place(render_html(content, title), written.html)
+    write_text(written.markdown, render_markdown(content, written.figures.name))
+    write_text(written.html, render_html(content, title))
     return written
 
 
@@ -219,21 +218,7 @@ def _place_figures(drawn: Mapping[str, str], folder: Path) -> None:
     """Put drawings into a folder and take away those of an earlier report."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, svg in drawn.items():
-        _place(svg, folder / name)
+        write_text(folder / name, svg)
     for path in folder.glob("*.svg"):
         if path.name not in drawn:
             path.unlink()
-
-
-def _place(text: str, path: Path) -> None:
-    """Write a file; readers see the old one or the new, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=".", suffix=f".{path.name}", dir=path.parent)
-    partial = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        partial.chmod(0o644)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import tempfile
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from qscale.atomic import write_text
 from qscale.errors import FitError, QscaleError
 from qscale.fit import fit
 from qscale.laws import Law
@@ -109,12 +108,7 @@ class League:
             ".md": self.to_markdown,
             ".csv": lambda: self.table.to_csv(index=False),
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(prefix=".", suffix=path.name, dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(writers[path.suffix]())
-        Path(partial).chmod(0o644)
-        Path(partial).replace(path)
+        write_text(path, writers[path.suffix]())
 
 
 def check_suffix(path: str | Path) -> Path:
@@ -138,6 +132,8 @@ def compare(
     *,
     target: str = "delta_loss",
     cluster: str = "run",
+    given: int = 0,
+    given_by: str = "run",
     seed: int = 0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> League:
@@ -159,6 +155,9 @@ def compare(
     cluster
         Column whose values mark held-out rows with shared errors. For splits that leave one value
         of a column out, that column: its rows share one training set.
+    given, given_by
+        Measured rows that each model is told of every held-out ``given_by`` before it predicts the
+        others, see `held_out`.
     seed
         Of intervals and tests.
     progress
@@ -177,18 +176,25 @@ def compare(
     if not models or not splits:
         raise FitError("a comparison needs at least one model and one split.")
     frame = frame.assign(**{_SETTING: _settings(frame)})
-    every = {**models, BASELINE: mean_by_setting(target, cluster, seed=seed)}
+    baseline = mean_by_setting(target, given_by if given else cluster, random=given > 0)
+    every = {**models, BASELINE: baseline}
     splits, notes = _scorable_splits(frame, splits, target)
+    if given:
+        notes.append(
+            f"Of each held-out {given_by} the {given} row{'s' * (given > 1)} that would be measured "
+            "first (plain rounding to 4 bits, else the median bits) were given and are not scored."
+        )
     parts = []
-    for name, refit in every.items():
-        for split in splits:
-            progress(f"{name}: refitting without {split.name}")
-            try:
-                part = held_out(frame, refit, split, target=target, cluster=cluster)
-            except QscaleError as error:
-                notes.append(f"{name} has no score for {split.name}: {error}")
-            else:
-                parts.append(part.assign(model=name))
+    for (name, refit), split in itertools.product(every.items(), splits):
+        progress(f"{name}: refitting without {split.name}")
+        try:
+            part = held_out(
+                frame, refit, split, target=target, cluster=cluster, given=given, given_by=given_by
+            )
+        except QscaleError as error:
+            notes.append(f"{name} has no score for {split.name}: {error}")
+        else:
+            parts.append(part.assign(model=name))
     if not parts:
         raise FitError(f"no model could be scored. {notes[-1]}")
     errors, incomplete = _common(pd.concat(parts, ignore_index=True), len(every))
@@ -198,8 +204,8 @@ def compare(
     groups = int(table["clusters"].iloc[0])
     if groups < FEW_CLUSTERS:
         notes.append(
-            f"Only {groups} held-out values of {cluster}: intervals are too narrow with so few, "
-            f"and no p-value can be below {2 / 2**groups:.2g}."
+            f"Only {groups} held-out value{'s' * (groups > 1)} of {cluster}: intervals are too "
+            f"narrow with so few, and no p-value can be below {2 / 2**groups:.2g}."
         )
     return League(
         target=target,
@@ -212,16 +218,18 @@ def compare(
     )
 
 
-def mean_by_setting(target: str, cluster: str = "run", *, seed: int = 0) -> Refit:
+def mean_by_setting(target: str, cluster: str = "run", *, random: bool = False) -> Refit:
     """Return the baseline: the mean log target of the training rows of one method and bit width.
 
-    Rows of a setting that no training row has are predicted by the mean over settings.
+    Rows of a setting that no training row has are predicted by the mean over settings. With
+    ``random``, clusters deviate from the means, so that it can be told measured rows.
     """
     law = Law(BASELINE, target, (constant("k"),), source="Mean log target of each setting")
 
     def refit(train: pd.DataFrame) -> Fit:
-        return fit(train, law, offset=(_SETTING,), cluster=cluster, huber_delta=np.inf,
-                   n_boot=200, seed=seed, name="training rows")  # fmt: skip
+        return fit(train, law, offset=(_SETTING,), random=(cluster,) if random else (),
+                   cluster=cluster, likelihood="gaussian", interval="model",
+                   name="training rows")  # fmt: skip
 
     return refit
 
@@ -231,7 +239,8 @@ def _settings(frame: pd.DataFrame) -> pd.Series:
     known = [column for column in ("method", "bits") if column in frame.columns]
     if not known:
         return pd.Series("all", index=frame.index)
-    return frame[known].astype(str).agg(" ".join, axis=1)
+    texts = [frame[column].map(str) for column in known]  # unknown values are a setting too
+    return texts[0].str.cat(texts[1:], sep=" ")
 
 
 def _scorable_splits(
@@ -280,7 +289,7 @@ def _common(errors: pd.DataFrame, n_models: int) -> tuple[pd.DataFrame, list[str
 
 def _tests(errors: pd.DataFrame, ranked: list[str], seed: int) -> pd.DataFrame:
     """Test the best model against each other one, adjusted for all pairs."""
-    wide = errors.assign(size=errors["log_error"].abs()).pivot_table(
+    wide = errors.assign(size=errors["log_error"].abs()).pivot(
         index=["split", "row", "cluster"], columns="model", values="size"
     )
     clusters = wide.index.get_level_values("cluster").to_numpy()

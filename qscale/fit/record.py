@@ -1,0 +1,129 @@
+"""What every fit records: how the minimum was found, on which data, and what it can be asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+    import pandas as pd
+
+    from qscale.fit.effects import Kind
+    from qscale.fit.rows import SetAside
+
+Interval = Literal["model", "sandwich", "bootstrap", "profile", "conformal"]
+
+STATUS_MEANING = {
+    "converged": "The gradient is zero to tolerance and every parameter is determined.",
+    "bound_hit": "A parameter ended on its bound: its interval is one-sided and the data ask for "
+    "another form.",
+    "not_identified": "Some parameters cannot be told apart: only their combination is known.",
+    "failed": "No start converged: do not use the numbers.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """How the minimum was found.
+
+    Parameters
+    ----------
+    status
+        One of `STATUS_MEANING`.
+    detail
+        What a user should know about the status, in words.
+    starts, agreeing
+        Number of starting points, and of those that ended at the best objective.
+    objective
+        Sum of losses at the minimum.
+    huber_delta
+        Log residual at which the loss turns linear.
+    condition_number
+        Of the information matrix scaled to unit diagonal; above 1e8 is not identified.
+    boots, boots_converged
+        Bootstrap refits asked for and converged.
+    notes
+        What else a user should know, in sentences: random terms that could not be estimated,
+        parameters that trade off.
+    """
+
+    status: str
+    detail: str
+    starts: int
+    agreeing: int
+    objective: float
+    huber_delta: float
+    condition_number: float
+    boots: int
+    boots_converged: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What a law was fitted on.
+
+    Parameters
+    ----------
+    name
+        Path or dataset name.
+    sha256
+        Hash of the usable rows' columns, in order.
+    rows, clusters, cluster
+        Usable rows, their clusters and the column that marks them.
+    set_aside
+        Rows that took no part, with reasons.
+    ranges
+        ``{column: (lowest, highest)}`` of numeric columns in the usable rows.
+    levels
+        ``{column: values}`` of text columns in the usable rows.
+    options
+        Options that reproduce the fit: where, mapping, offset, fixed, seed.
+    """
+
+    name: str
+    sha256: str
+    rows: int
+    clusters: int
+    cluster: str
+    set_aside: tuple[SetAside, ...]
+    ranges: dict[str, tuple[float, float]]
+    levels: dict[str, tuple[str, ...]]
+    options: dict[str, Any]
+
+
+class Fitted(Protocol):
+    """What laws and regressions have in common once fitted."""
+
+    @property
+    def name(self) -> str:
+        """Name of the law or model."""
+
+    @property
+    def target(self) -> str:
+        """Column that is predicted."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that must be given for a prediction."""
+
+    @property
+    def data(self) -> Data:
+        """What it was fitted on."""
+
+    def center(self, frame: pd.DataFrame) -> np.ndarray:
+        """Prediction in the target's unit for the average group, shape (n,)."""
+
+    def quantiles(
+        self, frame: pd.DataFrame, probabilities: np.ndarray, kind: Kind, seed: int = 0
+    ) -> np.ndarray:
+        """Quantiles of the prediction in the target's unit, shape (k, n)."""
+
+    def given(self, rows: pd.DataFrame) -> Fitted:
+        """Return what is known after some rows of a new checkpoint have been measured."""
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file, all or nothing."""
