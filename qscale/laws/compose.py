@@ -10,6 +10,7 @@ import numpy as np
 from qscale.errors import FitError
 from qscale.laws import factors as elementary
 from qscale.laws.factors import Factor, Parameter
+from qscale.laws.function import function
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -123,6 +124,27 @@ def total(*terms: Sequence[Factor], levels_needed: Mapping[str, int] | None = No
     )
 
 
+def natural(*factors: Factor) -> Factor:
+    """Product of factors itself rather than its logarithm, for a law with the identity link."""
+    whole = product(factors)
+
+    def value(theta: Array, data: Columns) -> Array:
+        with np.errstate(over="ignore"):  # a wild trial of the search
+            return np.exp(whole.value(theta, data))
+
+    return Factor(
+        kind="natural",
+        options={"factors": [spec(factor) for factor in factors]},
+        columns=tuple(dict.fromkeys(c for factor in factors for c in factor.columns)),
+        parameters=whole.parameters,
+        value=value,
+        gradient=lambda theta, data: value(theta, data)[:, :, None] * whole.gradient(theta, data),
+        latex=r"\,".join(factor.latex for factor in factors),
+        levels_needed={c: n for factor in factors for c, n in factor.levels_needed.items()},
+        linear=False,
+    )
+
+
 def spec(factor: Factor) -> dict[str, Any]:
     """Return a JSON-able description from which `from_spec` rebuilds the factor."""
     return {"kind": factor.kind, **factor.options}
@@ -138,16 +160,20 @@ def from_spec(entry: Mapping[str, Any], where: str = "factor") -> Factor:
     """
     options = {key: value for key, value in entry.items() if key != "kind"}
     kind = entry.get("kind")
-    if kind == "total":
-        terms = [[from_spec(factor, where) for factor in term] for term in options.pop("terms")]
-        return total(*terms, **options)
-    if kind not in FACTORS:
+    if kind not in (*FACTORS, "total", "natural"):
         raise FitError(
             f"{where}: unknown factor {kind!r}. Factors are: {', '.join(FACTORS)}, total."
         )
     try:
+        if kind == "total":
+            terms = [[from_spec(factor, where) for factor in term] for term in options.pop("terms")]
+            return total(*terms, **options)
+        if kind == "natural":
+            return natural(*(from_spec(factor, where) for factor in options["factors"]))
         return FACTORS[kind](**options)
-    except TypeError as error:
+    except KeyError as error:
+        raise FitError(f"{where}: factor {kind!r} needs {error}.") from error
+    except (TypeError, AttributeError, ValueError) as error:
         raise FitError(
             f"{where}: factor {kind!r} does not take these options ({error})."
         ) from error
@@ -162,5 +188,6 @@ FACTORS: dict[str, Callable[..., Factor]] = {
         elementary.log_power,
         elementary.anneal,
         elementary.offset,
+        function,
     )
 }
