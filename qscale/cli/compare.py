@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -28,8 +28,10 @@ def compare(
     map_: Annotated[list[str] | None, Parameter(name="--map")] = None,
     where: str | None = None,
     offset: list[str] | None = None,
+    random: list[str] | None = None,
+    likelihood: Literal["huber", "gaussian", "student_t"] = "huber",
     cluster: str = "run",
-    boots: int = 200,
+    given: int = 0,
     seed: int = 0,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     force: bool = False,
@@ -60,12 +62,18 @@ def compare(
     offset
         Text column with a multiplier for each of its values in every law, such as source. May be
         repeated.
+    random
+        Random deviation of every law: a column (run), a combination (run:bits) or a slope by group
+        (bits|run). May be repeated. Left out, it is the cluster column.
+    likelihood
+        Distribution of the laws' residuals.
     cluster
         Column whose values mark rows with shared noise.
-    boots
-        Bootstrap refits behind each law's prediction intervals.
+    given
+        Measured rows of each held-out cluster that every model is told before it predicts the
+        others: the one nearest to plain rounding to 4 bits first, else to the median bits.
     seed
-        Of the bootstraps and tests.
+        Of the intervals and tests.
     output
         Write the league to this .json (held-out rows included), .md or .csv file.
     force
@@ -73,7 +81,7 @@ def compare(
     """
     from qscale import datasets  # noqa: PLC0415
     from qscale import table as tables  # noqa: PLC0415
-    from qscale.fit.rows import _matches  # noqa: PLC0415
+    from qscale.fit.rows import matches  # noqa: PLC0415
     from qscale.validate import compare as compare_models  # noqa: PLC0415
     from qscale.validate import parse  # noqa: PLC0415
     from qscale.validate.league import check_suffix  # noqa: PLC0415
@@ -81,15 +89,20 @@ def compare(
     refuse_existing(output, force)
     if output is not None:
         check_suffix(output)
-    frame = tables.read(datasets.find(data), pairs(map_ or [], "--map"))
-    if where:
-        frame = frame[_matches(frame, where, data)].reset_index(drop=True)
-    if frame.empty:
-        raise QscaleError(f"{data}: no row is {where}.")
+    if given < 0:
+        raise QscaleError(f"--given must be zero or more. Got {given} instead.")
+    shared = {"offset": offset or (), "cluster": cluster}
     models = {
-        **_laws(laws, target, offset=offset or (), cluster=cluster, n_boot=boots, seed=seed),
+        **_laws(laws, target, **shared, random=random, likelihood=likelihood),
         **_regressions(regressions, target, cluster=cluster, seed=seed),
     }
+    if not models:
+        raise QscaleError("nothing to compare; give --laws ouyang,kumar or --regressions ols.")
+    frame = tables.read(datasets.find(data), pairs(map_ or [], "--map"))
+    if where:
+        frame = frame[matches(frame, where, data)].reset_index(drop=True)
+    if frame.empty:
+        raise QscaleError(f"{data}: no row is {where}.")
     with console.status("Refitting") as status:
         league = compare_models(
             frame,
@@ -98,6 +111,8 @@ def compare(
             target=target,
             # Rows left out together share one training set, and so the errors of its fit.
             cluster=cluster if ":" in split else split,
+            given=given,
+            given_by=cluster,
             seed=seed,
             progress=status.update,
         )
@@ -113,7 +128,7 @@ def _laws(names: str, target: str, **options: Any) -> dict[str, Callable[..., An
     from qscale.laws import get  # noqa: PLC0415
 
     return {
-        name: partial(fit, law=get(name, target), name="training rows", **options)
+        name: partial(fit, law=get(name, target), interval="model", name="training rows", **options)
         for name in _listed(names)
     }
 
@@ -122,10 +137,8 @@ def _regressions(names: str, target: str, **options: Any) -> dict[str, Callable[
     """Return refits of regressions by name."""
     if not _listed(names):
         return {}
-    try:
-        from qscale.regress import regress  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        raise QscaleError(f"--regressions needs the package {error.name}; install it.") from error
+    from qscale.regress import regress  # noqa: PLC0415
+
     return {
         name: partial(regress, kind=name, target=target, name="training rows", **options)
         for name in _listed(names)

@@ -98,6 +98,11 @@ def show(result: Selected) -> None:
         console.print(f"Warning: {sentence}", markup=False)
     if result.idle:
         console.print(f"Note: {', '.join(result.idle)} did not vary and took no part.")
+    if result.steps["error_with"].isna().any():
+        console.print(
+            f"Note: a dash means that a coefficient is not determined once a {result.cluster} is "
+            "left out."
+        )
     least = 2 / 2**result.clusters
     if least >= result.alpha:
         console.print(

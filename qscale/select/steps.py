@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from qscale.errors import FitError
-from qscale.fit.rows import SetAside
+from qscale.fit.rows import SetAside, matches
 from qscale.fit.rows import select as select_rows
 from qscale.laws import columns_of
 from qscale.laws.compose import FACTORS
@@ -130,7 +130,8 @@ def select_factors(
     offset
         Text columns whose values get a multiplier each throughout.
     alpha
-        Level at which Holm-adjusted p-values count as support.
+        Level at which Holm-adjusted p-values count as support. Each question has its own, so a
+        step takes a factor without effect with a probability of at most twice this.
     seed
         Of the bootstrap and the paired tests.
 
@@ -161,15 +162,20 @@ def select_factors(
         )
     require(frame, offset, name)
     frame = frame.assign(**{column: frame[column].fillna("unknown") for column in offset})
-    law = law.with_factors(*(_levels(c, frame) for c in offset if len(set(frame[c])) > 1))
-    factors = {_label(f): f for f in (candidate(text, frame, name) for text in candidates)}
-    for label in factors.keys() & {_label(factor) for factor in law.factors}:
-        raise FitError(f"--candidates {label}: law {law.name!r} has this factor already.")
-    full = law.with_factors(*factors.values())
+    kept = frame[matches(frame, where, name)] if where else frame
+    started, factors = _factors(law, candidates, offset, kept, name)
+    full = started.with_factors(*factors.values())
     rows = select_rows(frame, full, where=where, cluster=cluster, name=name)
+    # Again, as a text column may have fewer values in the usable rows.
+    law, factors = _factors(law, candidates, offset, rows.frame, name)
+    full = law.with_factors(*factors.values())
     data = columns_of(full, rows.frame)
     terms = {_label(factor): _columns(factor, data, len(rows.frame)) for factor in full.factors}
     idle = [label for label, columns in terms.items() if not columns.shape[1]]
+    if not factors.keys() - set(idle):
+        raise FitError(
+            f"{name}: {', '.join(idle)} do not vary in the {len(rows.frame)} usable rows."
+        )
     terms = {label: columns for label, columns in terms.items() if label not in idle}
     own = [label for label in map(_label, law.factors) if label in terms]
     observed = full.linked(rows.frame[law.target].to_numpy())
@@ -192,6 +198,17 @@ def select_factors(
         set_aside=rows.set_aside,
         alpha=alpha,
     )
+
+
+def _factors(
+    law: Law, candidates: Sequence[str], offset: Sequence[str], frame: pd.DataFrame, name: str
+) -> tuple[Law, dict[str, Factor]]:
+    """Return the law with its offsets, and the candidates by label."""
+    law = law.with_factors(*(_levels(c, frame) for c in offset if frame[c].nunique() > 1))
+    factors = {_label(f): f for f in (candidate(text, frame, name) for text in candidates)}
+    for label in factors.keys() & {_label(factor) for factor in law.factors}:
+        raise FitError(f"--candidates {label}: law {law.name!r} has this factor already.")
+    return law, factors
 
 
 def candidate(text: str, frame: pd.DataFrame, name: str = "table") -> Factor:

@@ -181,10 +181,11 @@ def compare(
     splits, notes = _scorable_splits(frame, splits, target)
     if given:
         notes.append(
-            f"Of each held-out {given_by} the {given} row{'s' * (given > 1)} that would be measured "
-            "first (plain rounding to 4 bits, else the median bits) were given and are not scored."
+            f"Every model was told {given} measured row{'s' * (given > 1)} of each held-out "
+            f"{given_by}: the nearest to plain rounding to 4 bits, else to the median bits."
         )
-    parts = []
+    parts: list[pd.DataFrame] = []
+    failed: dict[tuple[str, str], list[str]] = {}
     for (name, refit), split in itertools.product(every.items(), splits):
         progress(f"{name}: refitting without {split.name}")
         try:
@@ -192,9 +193,13 @@ def compare(
                 frame, refit, split, target=target, cluster=cluster, given=given, given_by=given_by
             )
         except QscaleError as error:
-            notes.append(f"{name} has no score for {split.name}: {error}")
+            failed.setdefault((name, str(error)), []).append(split.name)
         else:
             parts.append(part.assign(model=name))
+    notes += [
+        f"{name} has no score for {_listed(splits)}: {reason}"
+        for (name, reason), splits in failed.items()
+    ]
     if not parts:
         raise FitError(f"no model could be scored. {notes[-1]}")
     errors, incomplete = _common(pd.concat(parts, ignore_index=True), len(every))
@@ -234,13 +239,19 @@ def mean_by_setting(target: str, cluster: str = "run", *, random: bool = False) 
     return refit
 
 
+def _listed(names: list[str], most: int = 4) -> str:
+    """Join names, of many only the first."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
 def _settings(frame: pd.DataFrame) -> pd.Series:
     """Join method and bit width into one text column, as far as the table has them."""
     known = [column for column in ("method", "bits") if column in frame.columns]
     if not known:
         return pd.Series("all", index=frame.index)
-    texts = [frame[column].map(str) for column in known]  # unknown values are a setting too
-    return texts[0].str.cat(texts[1:], sep=" ")
+    # Text first: an unknown value is a setting too.
+    return frame[known].map(str).agg(" ".join, axis=1)
 
 
 def _scorable_splits(
@@ -257,7 +268,7 @@ def _scorable_splits(
     out = int((np.any([split.test for split in splits], axis=0) & ~usable).sum())
     notes = [f"{out} held-out rows are not scored because their {reason}."] if out else []
     if empty := [split.name for split in splits if not (split.test & usable).any()]:
-        notes.append(f"No row can be scored of: {', '.join(empty)}.")
+        notes.append(f"No row can be scored of {_listed(empty)}.")
     return kept, notes
 
 
@@ -289,7 +300,7 @@ def _common(errors: pd.DataFrame, n_models: int) -> tuple[pd.DataFrame, list[str
 
 def _tests(errors: pd.DataFrame, ranked: list[str], seed: int) -> pd.DataFrame:
     """Test the best model against each other one, adjusted for all pairs."""
-    wide = errors.assign(size=errors["log_error"].abs()).pivot(
+    wide = errors.assign(size=errors["log_error"].abs()).pivot_table(
         index=["split", "row", "cluster"], columns="model", values="size"
     )
     clusters = wide.index.get_level_values("cluster").to_numpy()

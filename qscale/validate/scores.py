@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     Refit = Callable[[pd.DataFrame], Any]
 
 LEVELS = (50, 90)
+_WIDEST = np.log(np.finfo(float).max)  # an interval beyond all numbers still has a mean width
 
 SCORES = {
     "mean_abs_log_error": "mean absolute log of predicted over observed",
@@ -36,7 +37,14 @@ SCORES = {
 
 
 def held_out(
-    frame: pd.DataFrame, refit: Refit, split: Split, *, target: str, cluster: str = "run"
+    frame: pd.DataFrame,
+    refit: Refit,
+    split: Split,
+    *,
+    target: str,
+    cluster: str = "run",
+    given: int = 0,
+    given_by: str = "run",
 ) -> pd.DataFrame:
     """Fit to a split's training rows and predict its test rows.
 
@@ -54,6 +62,12 @@ def held_out(
         unknown or not above zero, have no log error and are left out.
     cluster
         Column whose values mark rows with shared errors; a row without a value stands alone.
+    given
+        Measured rows of each test group that the fit is told (`qscale.fit.Fit.given`) before it
+        predicts the others of that group: those that `measured_first` puts first. They, and groups
+        without further rows, are not scored.
+    given_by
+        Column whose values mark those groups; rows without a value are not scored.
 
     Returns
     -------
@@ -64,23 +78,73 @@ def held_out(
     Raises
     ------
     FitError
-        If a column is missing or no test row can be scored.
+        If a column is missing, or no test row can be scored or predicted.
     QscaleError
         If the model cannot be fitted to the training rows.
     """
-    for column in (target, cluster):
+    for column in (target, cluster, *([given_by] if given else [])):
         if column not in frame.columns:
             raise FitError(f"scoring needs column {column!r}, which the table does not have.")
     rows = np.flatnonzero(split.test & scorable(frame, target))
     if not len(rows):
-        raise FitError(f"{split.name}: no held-out row has a {target} above zero and status ok.")
-    test = frame.iloc[rows]
-    values = test[cluster].where(test[cluster].notna(), [f"row {row}" for row in rows])
-    errors = log_errors(refit(frame[split.training]), test.reset_index(drop=True), target)
-    errors.insert(0, "row", rows)
-    errors.insert(1, "cluster", values.astype(str).to_numpy())
+        raise FitError(f"it has no row with a {target} above zero and status ok.")
+    test = frame.iloc[rows].set_axis(rows)
+    groups = _measured(test, given, given_by) if given else [(test[:0], test)]
+    fitted = refit(frame[split.training])
+    parts = []
+    for first, rest in groups:
+        known = rest[_complete(fitted, rest)]
+        if len(known) and _complete(fitted, first).all():
+            told = fitted.given(first) if given else fitted
+            parts.append(log_errors(told, known, target).set_axis(known.index))
+    if not parts:
+        unknown = [c for c in fitted.columns if c in test.columns and test[c].isna().any()]
+        raise FitError(f"it has no row with a value in each of {', '.join(unknown)}.")
+    scored = pd.concat([rest for _, rest in groups])
+    labels = scored[cluster].astype(object)
+    names = pd.Series([f"row {row}" for row in scored.index], index=scored.index)
+    errors = pd.concat(parts).reindex(scored.index)
+    errors["observed"] = scored[target].astype(float)
+    errors.insert(0, "row", scored.index)
+    errors.insert(1, "cluster", labels.where(labels.notna(), names).astype(str))
     errors.insert(2, "split", split.name)
-    return errors
+    return errors.reset_index(drop=True)
+
+
+def _complete(fitted: Any, rows: pd.DataFrame) -> Array:
+    """Which rows have a value in every column that a model reads, shape (n,)."""
+    read = [column for column in fitted.columns if column in rows.columns]
+    return rows[read].notna().all(axis=1).to_numpy()
+
+
+def _measured(test: pd.DataFrame, count: int, by: str) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
+    """Split each group that is large enough into its rows measured first and all others."""
+    pairs = []
+    for _, group in test.groupby(by, sort=False):
+        order = measured_first(group)
+        if len(order) > count:
+            pairs.append((group.iloc[np.sort(order[:count])], group.iloc[np.sort(order[count:])]))
+    if not pairs:
+        raise FitError(f"no held-out {by} has more rows than the {count} given.")
+    return pairs
+
+
+def measured_first(rows: pd.DataFrame) -> Array:
+    """Order the rows of one checkpoint by which a user would measure first, shape (n,).
+
+    If there is plain rounding (method ``rtn``), those rows, with no group size before groups, and
+    the nearest to 4 bits first; otherwise the nearest to the median bits, the higher of two as
+    near. Rows that are alike keep their order.
+    """
+    bits = np.full(len(rows), np.nan)
+    if "bits" in rows.columns:
+        bits = rows["bits"].to_numpy(dtype=float, na_value=np.nan)
+    if "method" in rows.columns and (rows["method"] == "rtn").any():
+        other = (rows["method"] != "rtn").to_numpy(dtype=bool)
+        grouped = rows["group_size"].notna().to_numpy() if "group_size" in rows.columns else other
+        return np.lexsort((-bits, np.abs(bits - 4.0), grouped, other))
+    middle = np.median(bits[~np.isnan(bits)]) if not np.isnan(bits).all() else np.nan
+    return np.lexsort((-bits, np.abs(bits - middle)))
 
 
 def scorable(frame: pd.DataFrame, target: str) -> Array:
@@ -117,7 +181,7 @@ def log_errors(fitted: Any, test: pd.DataFrame, target: str) -> pd.DataFrame:
         log_predicted = np.log(predicted[target].to_numpy(dtype=float))
         edges = {
             level: tuple(
-                np.log(predicted[f"{side}_{level}"].to_numpy(dtype=float))
+                np.log(predicted[f"{side}_{level}"].to_numpy(dtype=float)).clip(-_WIDEST, _WIDEST)
                 for side in ("low", "high")
             )
             for level in LEVELS

@@ -98,7 +98,7 @@ def expanding(frame: pd.DataFrame, column: str = "tokens", windows: int = 4) -> 
     """
     values = _distinct(frame, column, f"an expanding window over {column}")
     parts = np.array_split(values, min(windows + 1, len(values)))
-    column_values = frame[column].to_numpy()
+    column_values = frame[column].to_numpy(dtype=float, na_value=np.nan)
     return [
         Split(
             f"{column} {window[0]:.3g} to {window[-1]:.3g}",
@@ -148,7 +148,7 @@ def _distinct(frame: pd.DataFrame, column: str, purpose: str) -> np.ndarray:
     """Return the distinct numbers of a column, at least three of them, in order."""
     if frame[column].dtype.kind not in "fiu":
         raise FitError(f"{purpose} needs numbers; column {column!r} holds text.")
-    values = np.unique(frame[column].dropna())
+    values = np.unique(frame[column].dropna().to_numpy(dtype=float))
     if len(values) < 3:
         raise FitError(f"{purpose} needs three distinct values; found {len(values)}.")
     return values
