@@ -172,15 +172,16 @@ def select_factors(
     data = columns_of(full, rows.frame)
     terms = {_label(factor): _columns(factor, data, len(rows.frame)) for factor in full.factors}
     idle = [label for label, columns in terms.items() if not columns.shape[1]]
-    if not factors.keys() - set(idle):
-        raise FitError(
-            f"{name}: {', '.join(idle)} do not vary in the {len(rows.frame)} usable rows."
-        )
     terms = {label: columns for label, columns in terms.items() if label not in idle}
     own = [label for label in map(_label, law.factors) if label in terms]
     observed = full.linked(rows.frame[law.target].to_numpy())
     regression = _regression(observed, terms, rows.clusters, seed)
     _check(regression, own, law, cluster, name)
+    if not factors.keys() - set(idle):
+        raise FitError(
+            f"{name}: no candidate ({', '.join(factors)}) varies in the {len(rows.frame)} usable "
+            "rows."
+        )
     chosen, steps = _search(regression, own, [label for label in factors if label in terms], alpha)
     final = [*own, *chosen]
     testable = [term for term in final if term != "constant"]
@@ -204,7 +205,7 @@ def _factors(
     law: Law, candidates: Sequence[str], offset: Sequence[str], frame: pd.DataFrame, name: str
 ) -> tuple[Law, dict[str, Factor]]:
     """Return the law with its offsets, and the candidates by label."""
-    law = law.with_factors(*(_levels(c, frame) for c in offset if frame[c].nunique() > 1))
+    law = law.with_factors(*(_levels(c, frame) for c in offset if len(set(frame[c])) > 1))
     factors = {_label(f): f for f in (candidate(text, frame, name) for text in candidates)}
     for label in factors.keys() & {_label(factor) for factor in law.factors}:
         raise FitError(f"--candidates {label}: law {law.name!r} has this factor already.")

@@ -56,7 +56,7 @@ def test_a_split_that_cannot_be_fitted_says_why(table) -> None:
 
 
 def test_coverage_without_intervals_is_null_and_not_zero(table) -> None:
-    refit = partial(fit, law=get("ouyang"), n_boot=0)
+    refit = partial(fit, law=get("ouyang"), interval="bootstrap", n_boot=0)
     scored = score(table, get("ouyang"), leave_one_out(table, "family"), refit)
     assert scored["coverage_90"].isna().all()
     assert scored["median_abs_log_error"].notna().all()

@@ -1,0 +1,102 @@
+"""``qscale compare`` and ``qscale select``: what they print, write and refuse."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from qscale import table
+from qscale.cli import main
+from tests.simulations import simulate
+
+
+@pytest.fixture
+def rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    frame = simulate(runs=16, between=0.1)
+    frame["family"] = np.repeat(["A", "B", "C", "D"], 12)
+    frame["lr_peak"] = np.repeat(
+        np.geomspace(1e-4, 1e-2, 16)[np.random.default_rng(0).permutation(16)], 3
+    )
+    frame["weight_decay"] = np.repeat(np.random.default_rng(1).uniform(0.01, 0.3, 16), 3)
+    frame["delta_loss"] *= (frame["lr_peak"] / 1e-3) ** -0.5
+    table.write(frame, "rows.csv")
+    return tmp_path
+
+
+def test_compare_prints_a_league_and_writes_it(rows, capsys) -> None:
+    main([
+        "compare", "rows.csv", "--laws", "ouyang,kumar", "--split", "family", "--random", "run",
+        "--likelihood", "gaussian", "--given", "1", "-o", "league.json",
+    ])  # fmt: skip
+    out = capsys.readouterr().out
+    league = json.loads((rows / "league.json").read_text())
+    assert "Held-out delta_loss: 32 rows in 4 clusters (family)" in out
+    assert {row["model"] for row in league["table"]} == {"ouyang", "kumar", "mean_by_setting"}
+    for row in league["table"]:
+        assert f"{row['mean_abs_log_error']:.3g}" in out
+    for row in league["tests"]:
+        assert f"{row['p_holm']:.2g}" in out
+    assert "told 1 measured row of each held-out run" in out
+    assert "no p-value can be below 0.12" in out
+
+
+def test_compare_back_tests_by_tokens(rows, capsys) -> None:
+    main(
+        [
+            "compare",
+            "rows.csv",
+            "--laws",
+            "ouyang",
+            "--split",
+            "expanding:tokens",
+            "--where",
+            "bits > 2",
+        ]
+    )
+    out = capsys.readouterr().out
+    assert re.search(r"ouyang against each other model", out)
+    assert "clusters (run)" in out
+
+
+def test_select_names_the_factor_that_made_the_data(rows, capsys) -> None:
+    main(["select", "rows.csv", "--law", "ouyang", "--candidates", "lr_peak,weight_decay"])
+    out = capsys.readouterr().out
+    assert "48 rows in 16 clusters (run). No row was set aside." in out
+    assert "Supported at 0.05: lr_peak." in out
+    assert (
+        "are constant within every run: only the differences between the 16 runs inform them"
+        in " ".join(out.split())
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("compare", "--laws", "ouyang", "--split", "famly"), "--split famly: the table has no column"),
+        (("compare", "--laws", "ouyang", "--split", "biggest:tokens"), "unknown kind 'biggest'"),
+        (("compare", "--laws", "ouyan", "--split", "family"), "Did you mean 'ouyang'"),
+        (("compare", "--split", "family"), "nothing to compare; give --laws"),
+        (("compare", "--laws", "ouyang"), "--split"),
+        (("compare", "--laws", "ouyang", "--split", "family", "--given", "-1"), "--given"),
+        (("compare", "--laws", "ouyang", "--split", "family", "--likelihood", "cauchy"), "--likelihood"),
+        (("compare", "--laws", "ouyang", "--split", "family", "-o", "league.txt"), "must end in one of"),
+        (("compare", "--laws", "ouyang", "--split", "family", "-o", "rows.csv"), "exists already"),
+        (("compare", "--laws", "ouyang", "--split", "family", "--where", "bits > 9"), "no row is bits > 9"),
+        (("select", "--law", "ouyan", "--candidates", "lr_peak"), "Did you mean 'ouyang'"),
+        (("select", "--law", "ouyang", "--candidates", "lr_peek"), "lr_peek"),
+        (("select", "--law", "ouyang", "--candidates", "bits"), "has this factor already"),
+        (("select", "--law", "ouyang", "--candidates", ","), "--candidates names no factor"),
+        (("select", "--law", "ouyang", "--candidates", "lr_peak", "--alpha", "2"), "--alpha must be"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_with_exit_status_two(rows, capsys, arguments, message) -> None:
+    command, *options = arguments
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "rows.csv", *options])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert sorted(path.name for path in rows.iterdir()) == ["rows.csv"]
