@@ -65,7 +65,7 @@ def confounding(terms: Mapping[str, Array], clusters: Array, cluster: str = "run
 
     Examples
     --------
-    >>> tokens = np.linspace(1.0, 2.0, 20)
+    >>> tokens = np.linspace(1.0, 3.0, 20)
     >>> confounding({"tokens": tokens, "decay": tokens**2}, np.zeros(20, int)).warnings[0]
     'tokens and decay move together within every run (correlation 0.99, rank correlation 1.00): \
 their exponents cannot be told apart.'
