@@ -368,8 +368,13 @@ def _problem(law: Law, selection: Selection, fixed: Mapping[str, float], delta: 
 
 
 def _starts(law: Law, problem: Problem) -> Array:
-    """Every combination of the parameters' starting values, shape (S, p)."""
+    """Every combination of the parameters' starting values, shape (S, p).
+
+    A linear law's objective is convex: one start finds its minimum.
+    """
     values = [[p.internal(start) for start in p.starts] for p in law.parameters]
+    if law.linear:
+        values = [starts[:1] for starts in values]
     return np.clip(np.array(list(itertools.product(*values))), problem.low, problem.high)
 
 
@@ -397,7 +402,12 @@ def _search(law: Law, problem: Problem, solution: Solution, notes: tuple[str, ..
     elif len(at_bound):
         status, detail = "bound_hit", f"{', '.join(at_bound)} ended on a bound"
     else:
-        status, detail = "converged", f"{agreeing} of {len(solution.theta)} starts agree"
+        status = "converged"
+        detail = (
+            "a convex problem, which has one minimum"
+            if law.linear
+            else f"{agreeing} of {len(solution.theta)} starts agree"
+        )
     return Search(
         status=status,
         detail=detail,

@@ -1,4 +1,4 @@
-"""Which runs do the others not predict? Each is left out and its mean error set against its spread."""
+"""Which runs do the others not predict? Each is left out, its mean error set against its spread."""
 
 from __future__ import annotations
 
