@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -25,7 +25,12 @@ def fit(
     offset: list[str] | None = None,
     fix: list[str] | None = None,
     cluster: str = "run",
+    random: list[str] | None = None,
+    likelihood: Literal["huber", "gaussian", "student_t"] = "huber",
     huber_delta: float | None = None,
+    floor: float = 2.0,
+    ceiling: float | None = None,
+    interval: Literal["model", "sandwich", "bootstrap", "profile", "conformal"] | None = None,
     boots: int = 1000,
     seed: int = 0,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
@@ -38,7 +43,8 @@ def fit(
     data
         A .csv or .parquet table, or the name of a shipped dataset (see qscale datasets).
     law
-        Name of the law (see qscale laws).
+        Name of the law (see qscale laws), or your own: a .toml file of factors, or
+        FILE.py:FUNCTION.
     target
         Column to predict instead of the law's own, such as relative_delta or kl.
     map_
@@ -50,12 +56,26 @@ def fit(
     fix
         PARAMETER=VALUE holds a parameter instead of estimating it. May be repeated.
     cluster
-        Column whose values mark rows with shared noise; intervals resample whole clusters.
+        Column whose values mark rows with shared noise.
+    random
+        Random effect: a column (run), a combination (run:bits) or a slope by group (bits|run). May
+        be repeated. Left out, the cluster column has one; none asks for none.
+    likelihood
+        Distribution of residuals: huber, gaussian or student_t.
     huber_delta
         Log residual at which the loss turns from quadratic to linear. Left out, it is 1.345 robust
         standard deviations of the residuals.
+    floor
+        Rows at or under this multiple of their standard error count as below it (censored), all
+        others as measured with that error; 0 ignores standard errors.
+    ceiling
+        Target above which rows, collapsed ones included, count as above it (censored).
+    interval
+        Where intervals come from: the mixed model's likelihood, a cluster-robust sandwich, a
+        cluster bootstrap, the profile likelihood, or errors of left-out clusters (conformal). Left
+        out, model with random effects and bootstrap without.
     boots
-        Bootstrap refits behind the intervals.
+        Refits of a bootstrap.
     seed
         Of the bootstrap.
     output
@@ -66,12 +86,12 @@ def fit(
     from qscale import datasets  # noqa: PLC0415
     from qscale import table as tables  # noqa: PLC0415
     from qscale.fit import fit as fit_law  # noqa: PLC0415
-    from qscale.laws import get  # noqa: PLC0415
+    from qscale.laws.user import resolve  # noqa: PLC0415
 
-    chosen = get(law, target)
+    chosen = resolve(law, target)
     refuse_existing(output, force)
-    if boots < 0 or (huber_delta is not None and huber_delta <= 0):
-        raise QscaleError("--boots must be zero or more and --huber-delta above zero.")
+    if boots < 0 or floor < 0 or (huber_delta is not None and huber_delta <= 0):
+        raise QscaleError("--boots and --floor must be zero or more, --huber-delta above zero.")
     mapping = pairs(map_ or [], "--map")
     result = fit_law(
         tables.read(datasets.find(data), mapping),
@@ -80,7 +100,12 @@ def fit(
         offset=offset or (),
         fixed=_values(fix or []),
         cluster=cluster,
+        random=None if random is None else [term for term in random if term != "none"],
+        likelihood=likelihood,
         huber_delta=huber_delta,
+        floor=floor or None,
+        ceiling=ceiling,
+        interval=interval,
         n_boot=boots,
         seed=seed,
         name=data,
@@ -105,7 +130,7 @@ def _values(items: list[str]) -> dict[str, float]:
 
 def summary(result: Fit) -> None:
     """Print a fit: data, equation, parameters, status."""
-    from qscale.fit import STATUS_MEANING, explain  # noqa: PLC0415
+    from qscale.fit import FEW_CLUSTERS, INTERVAL_MEANING, STATUS_MEANING, explain  # noqa: PLC0415
 
     data, search = result.data, result.search
     console.print(f"\n[bold]{result.law.name}[/bold]  {result.law.formula}", soft_wrap=True)
@@ -130,15 +155,32 @@ def summary(result: Fit) -> None:
     console.print(table("", heading, rows))
     console.print(
         f"Status: {search.status} ({search.detail}). {STATUS_MEANING[search.status]} "
-        f"Sum of log-Huber losses {number(search.objective)} at delta "
-        f"{number(search.huber_delta)}; "
-        f"condition number {number(search.condition_number, 2)}; "
-        f"{search.boots_converged} of {search.boots} bootstrap refits over {data.cluster} "
-        "converged."
+        f"Sum of losses of the pooled fit {number(search.objective)}; "
+        f"condition number {number(search.condition_number, 2)}.",
+        markup=False,
     )
+    for sentence in (INTERVAL_MEANING[result.interval], *_scatter(result), *search.notes):
+        console.print(sentence, markup=False)
+    if result.interval == "bootstrap":
+        console.print(
+            f"{search.boots_converged} of {search.boots} refits over {data.cluster} converged."
+        )
     if published:
         console.print(f"Published: {published.source}, {published.setting}.")
-    if data.clusters < 10:
+    if data.clusters < FEW_CLUSTERS[result.interval]:
         console.print(
-            f"Only {data.clusters} clusters: bootstrap intervals are too narrow with so few."
+            f"Only {data.clusters} clusters: {result.interval} intervals are too narrow with so "
+            "few."
         )
+
+
+def _scatter(result: Fit) -> list[str]:
+    """Say how far rows and their groups scatter around the law."""
+    effects = result.effects
+    unit = " in log" if result.law.link == "log" else ""
+    spread = [
+        f"{number(float(variance) ** 0.5, 3)} between values of {term.text}"
+        for term, variance in zip(effects.terms, effects.variances, strict=True)
+    ]
+    rows = f"{number(effects.residual**0.5, 3)} between rows"
+    return [f"Standard deviations{unit}: {', '.join([*spread, rows])}."]

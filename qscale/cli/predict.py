@@ -35,6 +35,7 @@ def predict(
     lr: float | None = None,
     family: str | None = None,
     source: str | None = None,
+    given: Path | None = None,
     text: Path | None = None,
     context: int | None = None,
     probes: int = 6,
@@ -67,6 +68,10 @@ def predict(
         Peak learning rate, and learning rate at the checkpoint (0 at the end of a decay to zero).
     family, source
         Level of an offset in the fit; left out, the average level and its spread are used.
+    given
+        Table of one or a few measured rows of this checkpoint (bits, method, delta_loss and the
+        like; what it lacks is taken from the flags). They update what is known of it, so that the
+        other settings are predicted more narrowly.
     text
         Text for the curvature of a checkpoint folder (needs the measure extra).
     context
@@ -98,14 +103,39 @@ def predict(
     known = _described(checkpoint, flags)
     widths, sizes = numbers(bits, "--bits"), group_sizes(group_size)
     settings = quantizer_settings(bits, group_size) if text is not None else []
-    frame = _settings(fitted, known, widths, sizes)
-    result = predict_law(fitted, tables.check(frame, "prediction"))
+    frame = tables.check(_settings(fitted, known, widths, sizes), "prediction")
+    measured = None
+    if given is not None:
+        measured, frame = _given(fitted, known, tables.read(given), frame, str(given))
+    result = predict_law(fitted if measured is None else fitted.given(measured), frame)
     _print_law(fitted, known, result)
+    if measured is not None:
+        console.print(f"Given: {len(measured)} measured row{'s' * (len(measured) > 1)} of {given}.")
     if text is not None and checkpoint is not None:
         _print_zero_fit(checkpoint, text, settings, context, probes)
     if output is not None:
         tables.write(result, output)
         console.print(f"Written to {output}.")
+
+
+def _given(
+    fitted: Fit, known: dict[str, Any], rows: pd.DataFrame, frame: pd.DataFrame, name: str
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Complete measured rows from the flags, and say in both tables that it is one checkpoint."""
+    if rows.empty:
+        raise QscaleError(f"--given {name}: the table has no rows.")
+    for column, value in known.items():
+        rows[column] = rows[column].fillna(value) if column in rows.columns else value
+    for term in fitted.effects.terms:
+        for column in term.columns:
+            if column in rows.columns and column not in frame.columns:
+                if len(rows[column].drop_duplicates()) > 1:
+                    raise QscaleError(
+                        f"--given {name}: column {column!r} has several values, but the rows must "
+                        "be of one checkpoint."
+                    )
+                frame[column] = rows[column].iloc[0]
+    return rows, frame
 
 
 def _described(checkpoint: Path | None, flags: dict[str, Any]) -> dict[str, Any]:
@@ -178,6 +208,8 @@ def _print_law(fitted: Fit, known: dict[str, Any], result: pd.DataFrame) -> None
     console.print(f"Checkpoint: {facts}.", markup=False)
     console.print(table("", (*settings, *heading), rows))
     for sentence in outside(fitted, result):
+        console.print(f"Note: {sentence}", markup=False)
+    for sentence in fitted.search.notes:
         console.print(f"Note: {sentence}", markup=False)
     if fitted.search.status != "converged":
         console.print(f"Note: the fit's status is {fitted.search.status}: {fitted.search.detail}.")

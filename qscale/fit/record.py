@@ -16,6 +16,20 @@ if TYPE_CHECKING:
 
 Interval = Literal["model", "sandwich", "bootstrap", "profile", "conformal"]
 
+INTERVAL_MEANING: dict[Interval, str] = {
+    "model": "Intervals are Student's t around the restricted maximum likelihood estimate, with "
+    "Satterthwaite's degrees of freedom.",
+    "sandwich": "Intervals are Student's t with the jackknife cluster-robust covariance (CR3).",
+    "bootstrap": "Intervals are percentiles of refits to resampled clusters.",
+    "profile": "Intervals end where the profile likelihood has fallen by what the t distribution "
+    "allows.",
+    "conformal": "Parameter intervals are cluster-robust; those of predictions hold the errors of "
+    "left-out clusters.",
+}
+FEW_CLUSTERS: dict[Interval, int] = {
+    "model": 5, "sandwich": 8, "bootstrap": 10, "profile": 5, "conformal": 5,
+}  # fmt: skip
+
 STATUS_MEANING = {
     "converged": "The gradient is zero to tolerance and every parameter is determined.",
     "bound_hit": "A parameter ended on its bound: its interval is one-sided and the data ask for "
