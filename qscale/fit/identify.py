@@ -57,9 +57,12 @@ def trade_offs(law: Law, theta: Array, information: Array, cov: Array) -> tuple[
         poor = [i for i in members if i in reasons and i not in told]
         if len(members) > 1 and poor:
             names = _listed([law.names[i] for i in members])
-            terms = _listed(_terms(law, [law.names[i] for i in members]))
+            terms = _terms(law, [law.names[i] for i in members])
+            verb = "is" if len(terms) == 1 else "are"
             why = "; ".join(reasons[i] for i in poor)
-            sentences.append(f"{names} trade off, so {terms} are poorly identified: {why}.")
+            sentences.append(
+                f"{names} trade off, so {_listed(terms)} {verb} poorly identified: {why}."
+            )
             told.update(poor)
     alone = [i for i in reasons if i not in told]
     sentences += [f"{law.names[i]} is poorly identified: {reasons[i]}." for i in alone]
@@ -82,10 +85,11 @@ def _why(parameter: Parameter, theta: float, se: float) -> str:
         return ""
     slope = {"linear": 1.0, "log": estimate, "reciprocal": estimate**2}[parameter.scale]
     relative = 100 * se * slope / max(abs(estimate), 1e-300)
+    size = f"{relative:.0f}" if relative < 1000 else "over 1000"
     bound = ", which includes its bound" if reaches else ""
     return (
         f"the 90 % interval of {parameter.name} is {first:.3g} to {last:.3g}{bound} "
-        f"(relative standard error {relative:.0f} %)"
+        f"(relative standard error {size} %)"
     )
 
 

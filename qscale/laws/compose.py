@@ -9,6 +9,7 @@ import numpy as np
 
 from qscale.errors import FitError
 from qscale.laws import factors as elementary
+from qscale.laws import shapes
 from qscale.laws.factors import Factor, Parameter
 from qscale.laws.function import function
 
@@ -185,9 +186,17 @@ FACTORS: dict[str, Callable[..., Factor]] = {
         elementary.constant,
         elementary.power,
         elementary.exponential,
+        elementary.growth,
         elementary.log_power,
         elementary.anneal,
         elementary.offset,
+        shapes.binary_log,
+        shapes.drop,
+        shapes.shifted_power,
+        shapes.saturating,
+        shapes.effective,
+        shapes.stable_power,
+        shapes.kaplan,
         function,
     )
 }

@@ -115,6 +115,10 @@ SYMBOLS = {
     "group_size": "G",
     "lr_peak": r"\eta",
     "quadratic_delta": "q",
+    "exponent_bits": "E",
+    "mantissa_bits": "M",
+    "quantized_share": "Q_r",
+    "calibration_samples": "C_b",
 }
 
 
@@ -146,8 +150,9 @@ def constant(
     symbol: str | None = None,
     bounds: tuple[float, float] = (1e-30, 1e30),
     starts: tuple[float, ...] = (1.0,),
+    sign: int = 1,
 ) -> Factor:
-    """Amplitude ``k`` of a law, positive."""
+    """Amplitude ``k`` of a law, positive; with a negative sign what the law is divided by."""
     parameter = Parameter(name, symbol or name, *bounds, tuple(starts), scale="log")
     return Factor(
         kind="constant",
@@ -156,12 +161,13 @@ def constant(
             "symbol": symbol,
             "bounds": list(bounds),
             "starts": list(starts),
+            "sign": sign,
         },
         columns=(),
         parameters=(parameter,),
-        value=lambda theta, _: theta,
-        gradient=lambda theta, _: np.ones((len(theta), 1, 1)),
-        latex=parameter.symbol,
+        value=lambda theta, _: sign * theta,
+        gradient=lambda theta, _: np.full((len(theta), 1, 1), float(sign)),
+        latex=parameter.symbol + ("^{-1}" if sign < 0 else ""),
         levels_needed={},
     )
 
@@ -204,6 +210,19 @@ def exponential(column: str, name: str, symbol: str | None = None) -> Factor:
         Parameter(name, symbol, 0.02, 200.0, (0.3, 1.0, 3.0), scale="reciprocal"),
         lambda data: -np.asarray(data[column], dtype=float),
         f"e^{{-{SYMBOLS.get(column, column)}/{symbol}}}",
+    )
+
+
+def growth(column: str, name: str, symbol: str | None = None) -> Factor:
+    """Exponential growth ``exp(name * column)``, Cao et al. (arXiv:2410.06722) for a share."""
+    symbol = symbol or f"\\{name}"
+    return _linear(
+        "growth",
+        {"column": column, "name": name, "symbol": symbol},
+        (column,),
+        Parameter(name, symbol, -200.0, 200.0, (0.0, 2.0)),
+        lambda data: np.asarray(data[column], dtype=float),
+        f"e^{{{symbol}{SYMBOLS.get(column, column)}}}",
     )
 
 

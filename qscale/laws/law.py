@@ -102,7 +102,8 @@ class Law:
     def formula(self) -> str:
         """The law in plain text."""
         text = self.latex.replace(r"\,", "*").replace(r"\mathrm", "").replace(r"\Delta L", "ΔL")
-        greek = {"alpha": "α", "beta": "β", "gamma": "γ", "eta": "η", "log": "log"}
+        greek = {"alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "eta": "η", "log": "log"}
+        greek |= {"nu": "ν", "epsilon": "ε"}
         for name, letter in greek.items():
             text = text.replace(f"\\{name}", letter)
         return text.replace("{", "").replace("}", "").replace("\\", "").replace("*", " · ")

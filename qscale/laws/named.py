@@ -1,4 +1,4 @@
-"""Named laws with their sources and the constants their papers publish."""
+"""Named laws of quantization degradation, with sources and published constants; all of `LAWS`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import replace
 
 from qscale.errors import FitError
 from qscale.laws.compose import total
-from qscale.laws.factors import anneal, constant, exponential, log_power, power
+from qscale.laws.factors import anneal, constant, exponential, growth, log_power, power
 from qscale.laws.law import Law, Published
+from qscale.laws.named_loss import LOSS_LAWS
+from qscale.laws.shapes import drop, shifted_power, stable_power
 
 OUYANG = Law(
     name="ouyang",
@@ -96,41 +98,145 @@ LR_ANNEAL = Law(
     "learning rate has decayed. No constants are published.",
 )
 
-CHINCHILLA = Law(
-    name="chinchilla",
-    target="loss_fp",
+LR_POWER = Law(
+    name="lr_power",
+    target="delta_loss",
+    factors=(*OUYANG.factors, power("lr_peak", "s", "s", sign=-1)),
+    source="This project; motivated by Catalan-Tatjer, Ajroldi and Geiping, arXiv:2510.06213",
+    note="Ouyang's form times a power of the peak learning rate. No constants are published.",
+)
+
+DROP_SUM = Law(
+    name="drop_sum",
+    target="delta_loss",
     factors=(
+        constant("k"),
+        power("n_params", "alpha", sign=-1),
+        power("bits", "gamma", sign=-1),
+        power("lr_peak", "s", "s", sign=-1),
         total(
-            (constant("E", bounds=(1e-6, 1e3), starts=(0.4, 1.6)),),
-            (
-                constant("A", bounds=(1e-10, 1e15), starts=(150.0, 22_000.0)),
-                power("n_params", "alpha", sign=-1, bounds=(0.0, 5.0), starts=(0.25, 0.75)),
-            ),
-            (
-                constant("B", bounds=(1e-10, 1e15), starts=(150.0, 22_000.0)),
-                power("tokens", "beta", sign=-1, bounds=(0.0, 5.0), starts=(0.25, 0.75)),
-            ),
+            (power("tokens", "beta", bounds=(0.0, 5.0), starts=(0.1, 0.5)),),
+            (constant("B", bounds=(1e-6, 1e9), starts=(1.0, 100.0)), drop()),
+            levels_needed={"tokens": 3, "lr": 2},
         ),
     ),
-    source="Hoffmann et al., Training Compute-Optimal Large Language Models, arXiv:2203.15556",
-    note="A law for the full-precision loss.",
-    published=(
+    source="This project; the sum over drops is that of Luo et al., arXiv:2503.12811",
+    note="Growth with tokens plus growth with the fall of the learning rate, so that decay costs "
+    "the same however long the run. The fall, 1 - lr / lr_peak, is the limit in which every drop "
+    "has taken effect; qscale.laws.schedule.drop_sum has the sum for a whole schedule. A "
+    "conjecture: no constants are published.",
+)
+
+STABLE_TOKENS = Law(
+    name="stable_tokens",
+    target="delta_loss",
+    factors=(
+        constant("k"),
+        stable_power("beta"),
+        power("n_params", "alpha", sign=-1),
+        power("bits", "gamma", sign=-1),
+    ),
+    source="This project; motivated by Catalan-Tatjer, Ajroldi and Geiping, arXiv:2510.06213",
+    note="Ouyang's form with the tokens of the stable phase only. The column decay_share is the "
+    "share of a checkpoint's tokens seen while the learning rate decayed; "
+    "qscale.laws.schedule.decay_share finds it from decay_fraction along a run.",
+)
+
+CURVATURE = Law(
+    name="curvature",
+    target="delta_loss",
+    factors=(constant("c"), power("quadratic_delta", "gamma", starts=(1.0,))),
+    source="This project; the second-order expansion of the loss around its weights",
+    note="Calibrates the prediction of curvature times quantization noise, which needs no fit and "
+    "is the law with c = gamma = 1.",
+)
+
+CAO = Law(
+    name="cao",
+    target="delta_loss",
+    factors=(
+        constant("C"),
+        growth("quantized_share", "A", "A"),
+        power("n_params", "gamma_N", r"\gamma_N", sign=-1),
+        shifted_power("group_size", "gamma_c", r"\gamma_c", shift_name="d"),
+    ),
+    source="Cao et al., Scaling Laws for Mixed Quantization, arXiv:2410.06722",
+    note="The column quantized_share is the share of the parameters in low precision, 0 to 1; "
+    "group_size counts elements sharing a scale. One fit per method and format. No constants "
+    "could be read in a source.",
+)
+
+ZHOU = Law(
+    name="zhou",
+    target="neg_log_accuracy",
+    factors=(
+        constant("A"),
+        power("n_params", "alpha"),
+        log_power("bits", "beta"),
+        log_power("calibration_samples", "gamma"),
+        power("group_size", "delta"),
+    ),
+    source="Zhou et al., arXiv:2508.18609",
+    note="The column neg_log_accuracy is -ln((accuracy - chance) / (1 - chance)), and "
+    "calibration_samples the number of calibration sequences.",
+    published=tuple(
         Published(
-            "replication",
-            {"A": 482.01, "B": 2085.43, "E": 1.8172, "alpha": 0.3478, "beta": 0.3658},
-            "Besiroglu et al., arXiv:2404.10102",
-            "the exact minimum on the extracted points is within a tenth of a standard error",
-        ),
-        Published(
-            "original",
-            {"A": 406.4, "B": 410.7, "E": 1.6934, "alpha": 0.33917, "beta": 0.28491},
-            "Hoffmann et al., arXiv:2203.15556, approach 3",
-            "transcribed; the replication could not reproduce it",
-        ),
+            task,
+            dict(zip(("alpha", "beta", "gamma", "delta"), values, strict=True)),
+            "arXiv:2508.18609v3",
+            "exponents only, from a secondary source" + rounded,
+        )
+        for task, values, rounded in (
+            ("all tasks", (-0.359, -1.067, -0.032, 0.073), ""),
+            ("memory", (-0.315, -0.964, -0.040, 0.064), " that appears to round them"),
+            ("application", (-0.400, -1.100, -0.030, 0.075), " that appears to round them"),
+            ("reasoning", (-0.320, -1.200, -0.025, 0.085), " that appears to round them"),
+        )
     ),
 )
 
-LAWS: dict[str, Law] = {law.name: law for law in (OUYANG, KUMAR, CHEN, LR_ANNEAL, CHINCHILLA)}
+SIZE_EXPONENTIAL = Law(
+    name="size_exponential",
+    target="kl",
+    factors=(
+        constant("k"),
+        power("n_params", "alpha", sign=-1),
+        exponential("bits_per_weight", "g", "g"),
+    ),
+    source="This project; Kumar's form without tokens",
+    note="For models of one family and recipe, whose tokens do not vary.",
+)
+
+SIZE_POWER = Law(
+    name="size_power",
+    target="kl",
+    factors=(
+        constant("k"),
+        power("n_params", "alpha", sign=-1),
+        power("bits_per_weight", "gamma", sign=-1),
+    ),
+    source="This project; Ouyang's form without tokens",
+    note="For models of one family and recipe, whose tokens do not vary.",
+)
+
+LAWS: dict[str, Law] = {
+    law.name: law
+    for law in (
+        OUYANG,
+        KUMAR,
+        CHEN,
+        CAO,
+        ZHOU,
+        LR_POWER,
+        LR_ANNEAL,
+        DROP_SUM,
+        STABLE_TOKENS,
+        CURVATURE,
+        SIZE_EXPONENTIAL,
+        SIZE_POWER,
+        *LOSS_LAWS,
+    )
+}
 
 
 def get(name: str, target: str | None = None) -> Law:

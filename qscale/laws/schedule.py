@@ -16,9 +16,12 @@ import numpy as np
 from qscale.errors import FitError
 from qscale.laws.factors import Parameter
 from qscale.laws.law import Published
+from qscale.table import require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import pandas as pd
 
     Array = np.ndarray
 
@@ -246,6 +249,36 @@ def cooldown_drop_sum(
         arrived = np.log1p(C * peak ** (1.0 - gamma) * rate**-gamma * since)
     inside = -np.expm1(-beta * arrived) * weights
     return np.where(now < 1, peak * (1.0 - now) * inside, 0.0).sum(axis=1)
+
+
+def decay_share(frame: pd.DataFrame, by: Sequence[str] = ("run",)) -> Array:
+    """Share of each checkpoint's tokens that was seen while the learning rate decayed.
+
+    ``decay_fraction`` grows linearly with ``tokens`` during a decay, so two checkpoints in it tell
+    where it began.
+
+    Parameters
+    ----------
+    frame
+        A measurement table with ``tokens``, ``decay_fraction`` and the columns of ``by``.
+    by
+        Columns whose rows belong to one decay.
+
+    Returns
+    -------
+    numpy.ndarray
+        Shape (n,), in the order of the rows: zero before the decay, null where it is not known.
+    """
+    require(frame, ("tokens", "decay_fraction", *by), "table")
+    tokens = frame["tokens"].to_numpy(dtype=float)
+    fraction = frame["decay_fraction"].to_numpy(dtype=float)
+    share = np.where(fraction == 0, 0.0, np.nan)
+    for rows in frame.groupby(list(by)).indices.values():
+        inside = np.asarray(rows)[fraction[rows] > 0]
+        if len(inside) > 1 and np.ptp(fraction[inside]) > 0:
+            _, begin = np.polyfit(fraction[inside], tokens[inside], 1)
+            share[inside] = np.clip(1.0 - begin / tokens[inside], 0.0, 1.0)
+    return share
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Schedule laws: published constants and held-out schedules, drop sums against exact sums."""
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from qscale import datasets
@@ -154,6 +155,21 @@ def test_the_closed_form_of_a_decay_agrees_with_the_sum(shape, share) -> None:
         np.array([1e-3]), np.array([lr[now]]), np.array([now - start]), **SHAPE, shape=shape
     )
     np.testing.assert_allclose(closed, summed, rtol=2e-3)
+
+
+def test_decay_share_finds_where_decay_began() -> None:
+    tokens = np.array([1e9, 8e9, 8.5e9, 9e9, 10e9, 5e9])
+    fraction = [0.0, 0.0, 0.25, 0.5, 1.0, 1.0]
+    table = pd.DataFrame({"run": [*"aaaaa", "b"], "tokens": tokens, "decay_fraction": fraction})
+    share = schedule.decay_share(table)
+    np.testing.assert_allclose(share, [0, 0, 0.5 / 8.5, 1 / 9, 0.2, np.nan], atol=1e-12)
+
+
+def test_shipped_cooldowns_begin_after_eighty_billion_tokens() -> None:
+    table = datasets.load("ptq_vs_learning_rate")
+    table["decay_share"] = schedule.decay_share(table, ("run", "lr_schedule", "phase"))
+    rows = table[(table["phase"] == "decay") & (table["n_params"] < 1e9)]
+    np.testing.assert_allclose(rows["tokens"] * (1 - rows["decay_share"]), 80e9, rtol=1e-3)
 
 
 def test_mistakes_are_named() -> None:
