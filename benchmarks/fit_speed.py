@@ -22,6 +22,7 @@ from scipy.optimize import least_squares, minimize
 from qscale import datasets
 from qscale.fit.estimate import _problem, _starts
 from qscale.fit.inference import cluster_weights
+from qscale.fit.rows import select
 from qscale.fit.solver import Problem, huber, solve
 from qscale.laws import get
 from qscale.laws.factors import offset
@@ -59,7 +60,8 @@ def compare_multi_start() -> None:
     """Print the first comparison."""
     table = datasets.load("chinchilla_points")
     law = get("chinchilla")
-    problem = _problem(law, table[table["status"] == "ok"], {}, 1e-3)
+    rows = select(table, law, where=None, cluster="run", name="table")
+    problem = _problem(law, rows, {}, 1e-3)
     ours, solution = timed(lambda: solve(problem, _starts(law, problem), np.ones(240)))
     theirs, best = timed(lambda: chinchilla_grid(problem))
     print(
@@ -84,7 +86,9 @@ def eight_parameter_problem() -> tuple[Problem, np.ndarray, np.ndarray]:
     values = {"k": 0.02, "beta": 0.4, "alpha": 0.3, "gamma": 5.0}
     noise = rng.normal(0, 0.2, 100)[runs] + rng.standard_t(3, 600) * 0.1
     frame["delta_loss"] = law.evaluate(values, frame) * np.exp(noise)
-    problem = _problem(law.with_factors(offset("source", tuple("abcde"))), frame, {}, 0.2)
+    law = law.with_factors(offset("source", tuple("abcde")))
+    rows = select(frame.assign(run=runs), law, where=None, cluster="run", name="table")
+    problem = _problem(law, rows, {}, 0.2)
     return problem, runs, cluster_weights(runs, 1000, rng)
 
 

@@ -144,7 +144,7 @@ def fit(
     terms, notes = _terms((cluster,) if random is None else random, selection.frame)
     model = _model(law, selection, problem, terms, likelihood, huber_delta)
     pooled = solution.theta[np.argmin(solution.objective)]
-    fitted = mixed.estimate(model, pooled, _robust_scale(problem, pooled))
+    fitted = mixed.estimate(model, pooled, _robust_scale(law, problem, pooled))
     if not terms and likelihood == "huber" and huber_delta and not selection.censored.any():
         # The scale does not move the minimum of a Huber loss with a given delta.
         fitted = replace(fitted, theta=pooled)
@@ -184,7 +184,7 @@ def _search_starts(
     if huber_delta is None and law.link == "log":
         best = solution.theta[np.argmin(solution.objective)]
         wide = np.inf if likelihood == "gaussian" else HUBER_EFFICIENT
-        problem = _problem(law, selection, fixed, wide * _robust_scale(problem, best))
+        problem = _problem(law, selection, fixed, wide * _robust_scale(law, problem, best))
         solution = solve(problem, solution.theta, weights)
     return problem, solution
 
@@ -364,6 +364,7 @@ def _problem(law: Law, selection: Selection, fixed: Mapping[str, float], delta: 
         low=low,
         high=high,
         huber_delta=delta,
+        linear=law.linear,
     )
 
 
@@ -378,10 +379,11 @@ def _starts(law: Law, problem: Problem) -> Array:
     return np.clip(np.array(list(itertools.product(*values))), problem.low, problem.high)
 
 
-def _robust_scale(problem: Problem, theta: Array) -> float:
+def _robust_scale(law: Law, problem: Problem, theta: Array) -> float:
     """Normalised median absolute residual; positive even for data that fit exactly."""
     residuals = problem.observed - problem.value(theta[None])[0]
-    return max(float(np.median(np.abs(residuals))) / 0.6745, 1e-6)
+    exact = 1e-6 if law.link == "log" else 1e-14 * float(np.abs(problem.observed).max())
+    return max(float(np.median(np.abs(residuals))) / 0.6745, exact, 1e-300)
 
 
 def _search(law: Law, problem: Problem, solution: Solution, notes: tuple[str, ...]) -> Search:

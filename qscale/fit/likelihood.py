@@ -52,6 +52,11 @@ class Rows:
     family: Family = "huber"
     huber_delta: float | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether all rows are measured, with Gaussian residuals of one unknown scale."""
+        return self.family == "gaussian" and not self.censored.any() and not self.noise.any()
+
     def evaluate(self, eta: Array, sigma: float) -> tuple[Array, Array, Array]:
         """Log likelihood, score and weight of every row, shape (n,) each."""
         log_p, score, weight = _FAMILIES[self.family](self.observed - eta, sigma, self.huber_delta)

@@ -9,6 +9,7 @@ Stat. Softw. 67, section 3); for other rows it is its Laplace approximation.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 DENSE_EFFECTS = 800  # up to here the joint covariance of the effects is kept
 _DENSE_ELEMENTS = 300_000
 _INNER_TOLERANCE = 1e-14
+_RIDGE, _WIDE_RIDGE = 1e-15, 1e-12  # keep exactly collinear parameters solvable
+_POLISHED = 1e-20  # leaves parameters within 1e-10 of a standard error
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +151,8 @@ def estimate(model: Model, theta: Array, sigma: float) -> Components:
             criterion, start, method="L-BFGS-B", jac="3-point", bounds=bounds, options=options
         )
 
-    best = search(1.0, 0.5 if terms else 0.0)
+    plain = not terms and model.rows.plain
+    best = _closed_form(model, theta, sigma, warm) if plain else search(1.0, 0.5 if terms else 0.0)
     if terms and (not best.success or (best.x[1:] < 1e-4).any()):
         # A variance at zero, where the criterion is flat, may be a place where the search stalled.
         best = min(best, search(0.1, 0.0), key=lambda result: (not result.success, result.fun))
@@ -170,13 +174,29 @@ def estimate(model: Model, theta: Array, sigma: float) -> Components:
     )
 
 
+def _closed_form(model: Model, theta: Array, sigma: float, warm: dict[str, Array]) -> Any:
+    """Least squares, whose restricted likelihood has its maximum at the unbiased variance."""
+    mode = find_mode(model, np.array([sigma]), theta, np.zeros(0), _POLISHED)
+    warm["theta"] = mode.theta
+    squares = np.sum((mode.score * sigma**2) ** 2) / (len(mode.score) - mode.free.sum())
+    lowest = np.finfo(float).eps ** 2 * np.mean(model.rows.observed**2)  # for an exact fit
+    x = np.array([0.5 * np.log(max(squares, lowest, 1e-300))])
+    return SimpleNamespace(x=x, success=True)
+
+
 def _scales(point: Array) -> Array:
     """Return sigma and the terms' standard deviations from (log sigma, ratios to sigma)."""
     sigma = np.exp(point[0])
     return np.concatenate([[sigma], sigma * point[1:]])
 
 
-def find_mode(model: Model, scales: Array, theta: Array, scaled: Array) -> Mode:
+def find_mode(
+    model: Model,
+    scales: Array,
+    theta: Array,
+    scaled: Array,
+    tolerance: float = _INNER_TOLERANCE,
+) -> Mode:
     """Maximise the penalised likelihood at given scales by damped Newton steps.
 
     Parameters
@@ -187,6 +207,8 @@ def find_mode(model: Model, scales: Array, theta: Array, scaled: Array) -> Mode:
         Sigma and the standard deviation of each term, shape (K + 1,).
     theta, scaled
         Start, shapes (p,) and (q,).
+    tolerance
+        Newton decrement at which to stop, relative to one plus the size of the log likelihood.
     """
     design = _scaled_effects(model, scales)
     state = _evaluate(model, scales, design, theta, scaled)
@@ -199,7 +221,7 @@ def find_mode(model: Model, scales: Array, theta: Array, scaled: Array) -> Mode:
         right = np.concatenate([pull[free], design.T @ score - scaled])
         step = normal.solve(right)
         decrement = float(right @ step)
-        if decrement <= _INNER_TOLERANCE * (1.0 + abs(log_p)):
+        if decrement <= tolerance * (1.0 + abs(log_p)):
             break
         for damping in 0.5 ** np.arange(12):
             move = damping * step
@@ -223,7 +245,8 @@ def _evaluate(
     model: Model, scales: Array, design: Array | sparse.csr_array, theta: Array, scaled: Array
 ) -> tuple[float, Array, Array]:
     """Penalised log likelihood and the rows' scores and weights."""
-    log_p, score, weight = model.rows.evaluate(model.value(theta) + design @ scaled, scales[0])
+    with np.errstate(over="ignore", invalid="ignore"):  # a wild trial
+        log_p, score, weight = model.rows.evaluate(model.value(theta) + design @ scaled, scales[0])
     total = float(log_p.sum() - 0.5 * scaled @ scaled)
     return (total if np.isfinite(total) else -np.inf), score, weight
 
@@ -258,13 +281,18 @@ class _Normal:
         fixed = x.T @ (x * weight[:, None])
         self.unit = 1.0 / np.sqrt(np.maximum(np.diag(fixed), 1e-300))
         self.p = x.shape[1]
-        fixed = fixed * np.outer(self.unit, self.unit) + 1e-13 * np.eye(self.p)
+        fixed = fixed * np.outer(self.unit, self.unit) + _RIDGE * np.eye(self.p)
         cross = cross * self.unit
         self.dense = q <= DENSE_EFFECTS
         self.factor: Any
         if self.dense:
             effects = effects if isinstance(effects, np.ndarray) else effects.toarray()
-            self.factor = cho_factor(np.block([[fixed, cross.T], [cross, effects]]), lower=True)
+            whole = np.block([[fixed, cross.T], [cross, effects]])
+            try:
+                self.factor = cho_factor(whole, lower=True)
+            except np.linalg.LinAlgError:
+                whole[range(self.p), range(self.p)] += _WIDE_RIDGE
+                self.factor = cho_factor(whole, lower=True)
         else:
             blocks = sparse.block_array([[effects, sparse.csc_array(cross)], [cross.T, fixed]])
             self.factor = splu(sparse.csc_array(blocks))

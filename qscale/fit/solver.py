@@ -1,9 +1,10 @@
 """Batched robust least squares: many starts, or many bootstrap replicates, as one problem.
 
 Minimises ``sum_i w_i rho(r_i(theta))`` with the Huber loss for every row of a batch at once by
-Levenberg-Marquardt on iteratively reweighted residuals. Objectives are sums, never means, and
-convergence is judged by the projected Newton decrement relative to the objective, which does not
-depend on the units of parameters or data.
+Levenberg-Marquardt on iteratively reweighted residuals, with the scaling of More (1978) and the
+damping of Nielsen (1999, IMM-REP-1999-05). Objectives are sums, never means, and convergence is
+judged by the projected Newton decrement relative to the objective, which does not depend on the
+units of parameters or data.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
 
 DECREMENT_TOLERANCE = 1e-12
 _EXACT = 1e-17  # residuals under 3e-9 of the data are rounding, not misfit
-_DAMPING_FLOOR, _DAMPING_CEILING = 1e-12, 1e12
+_FIRST_DAMPING = {True: 1e-3, False: 1e4}  # by whether the model is linear; else small first steps
+_DAMPING_FLOOR, _DAMPING_CEILING = 1e-20, 1e20
+_MEMORY = 0.9  # of each parameter's largest curvature so far, which scales its damping
+_WORTHWHILE = 1e-3  # share of the predicted gain that a step must bring
+_STUCK, _PATIENCE = 1e-6, 30  # share of the full step's gain, and steps under it to give up after
 _CHUNK_ELEMENTS = 4_000_000  # keeps one batch of Jacobians near 32 MB
 
 
@@ -40,6 +45,8 @@ class Problem:
         Bounds on ``theta``, shape (p,); equal bounds hold a parameter fixed.
     huber_delta
         Residual size at which the loss turns from quadratic to linear; infinite is least squares.
+    linear
+        Whether the model is linear in ``theta``, so that the first step may be a long one.
     """
 
     value: Callable[[Array], Array]
@@ -48,6 +55,7 @@ class Problem:
     low: Array
     high: Array
     huber_delta: float
+    linear: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +98,7 @@ def huber(residuals: Array, delta: float) -> Array:
     return 0.5 * inner**2 + np.where(size > delta, inner * (size - inner), 0.0)
 
 
-def solve(problem: Problem, starts: Array, weights: Array, max_iterations: int = 500) -> Solution:
+def solve(problem: Problem, starts: Array, weights: Array, max_iterations: int = 2000) -> Solution:
     """Minimise the problem from every start under its own row weights.
 
     Parameters
@@ -121,13 +129,38 @@ def solve(problem: Problem, starts: Array, weights: Array, max_iterations: int =
     return Solution(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
+class _Pace:
+    """How bold each row's next step is: its damping, and what that is scaled by, shape (S, p)."""
+
+    def __init__(self, shape: tuple[int, int], linear: bool) -> None:
+        self.damping = np.full(shape[0], _FIRST_DAMPING[linear])
+        self.growth = np.full(shape[0], 2.0)
+        self.idle = np.zeros(shape[0], dtype=int)
+        self.curvature = np.zeros(shape)
+
+    def scaled_damping(self, rows: Array, normal: Array) -> Array:
+        """Return what to add to the diagonal of the normal equations, shape (S, p)."""
+        seen = np.maximum(_MEMORY * self.curvature[rows], np.einsum("sii->si", normal))
+        self.curvature[rows] = seen
+        return self.damping[rows, None] * seen
+
+    def judge(self, rows: Array, better: Array, ratio: Array, moved: Array) -> Array:
+        """Adapt to whether steps were taken, and return which rows should go on."""
+        shrink = np.maximum(0.2, 1 - (2 * np.clip(ratio, 0.0, 1.0) - 1) ** 3)
+        damping = self.damping[rows] * np.where(better, shrink, self.growth[rows])
+        self.damping[rows] = np.maximum(damping, _DAMPING_FLOOR)
+        self.growth[rows] = np.where(better, 2.0, 2.0 * self.growth[rows])
+        self.idle[rows] = np.where(moved, 0, self.idle[rows] + 1)
+        return (damping < _DAMPING_CEILING) & (self.idle[rows] < _PATIENCE)
+
+
 def _solve_chunk(problem: Problem, starts: Array, weights: Array, max_iterations: int) -> Solution:
     """Run damped Gauss-Newton on one chunk; rows drop out as they converge."""
     theta = starts.copy()
     objective = _objective(problem, theta, weights)
-    damping = np.full(len(theta), 1e-3)
     decrement = np.full(len(theta), np.inf)
     information = np.zeros((len(theta), theta.shape[1], theta.shape[1]))
+    pace = _Pace(theta.shape, problem.linear)
     active = np.isfinite(objective)
     floor = _EXACT * (weights @ (1.0 + problem.observed**2))
     for _ in range(max_iterations):
@@ -135,9 +168,12 @@ def _solve_chunk(problem: Problem, starts: Array, weights: Array, max_iterations
         if not len(rows):
             break
         normal, score = _normal_equations(problem, theta[rows], weights[rows])
+        finite = np.isfinite(normal).all(axis=(1, 2)) & np.isfinite(score).all(axis=1)
+        active[rows[~finite]] = False
+        rows, normal, score = rows[finite], normal[finite], score[finite]
         free = _free(problem, theta[rows], score)
         information[rows] = normal
-        full_step = _damped_step(normal, score, free, np.full(len(rows), 1e-12))
+        full_step = _damped_step(normal, score, free, np.zeros_like(score))
         gain = 0.5 * np.abs((full_step * score).sum(axis=1))
         decrement[rows] = gain / (objective[rows] + floor[rows])
         still = decrement[rows] > DECREMENT_TOLERANCE
@@ -147,19 +183,25 @@ def _solve_chunk(problem: Problem, starts: Array, weights: Array, max_iterations
         active[done] = False
         rows, normal, score, free = rows[still], normal[still], score[still], free[still]
         if not len(rows):
-            break
-        step = _damped_step(normal, score, free, damping[rows])
+            continue
+        step = _damped_step(normal, score, free, pace.scaled_damping(rows, normal))
         trial = np.clip(theta[rows] + step, problem.low, problem.high)
         trial_objective = _objective(problem, trial, weights[rows])
-        better = trial_objective <= objective[rows] * (1 + 1e-15)
+        gained = objective[rows] - trial_objective
+        ratio = _gain_ratio(normal, score, trial - theta[rows], gained)
+        # At the rounding of the objective the ratio means nothing.
+        level = np.abs(gained) <= 1e-12 * objective[rows]
+        better = (gained >= -1e-15 * objective[rows]) & (level | (ratio > _WORTHWHILE))
+        moved = better & (gained > _STUCK * gain[still])
         theta[rows[better]], objective[rows[better]] = trial[better], trial_objective[better]
-        damping[rows] = np.clip(
-            np.where(better, damping[rows] / 5.0, damping[rows] * 4.0),
-            _DAMPING_FLOOR,
-            _DAMPING_CEILING,
-        )
-        active[rows[damping[rows] >= _DAMPING_CEILING]] = False
+        active[rows] = pace.judge(rows, better, ratio, moved)
     return Solution(theta, objective, decrement, information)
+
+
+def _gain_ratio(normal: Array, score: Array, move: Array, gained: Array) -> Array:
+    """Gain of the objective over what its quadratic model predicts, shape (S,)."""
+    predicted = (move * (score - 0.5 * (normal @ move[:, :, None])[:, :, 0])).sum(axis=1)
+    return gained / np.maximum(np.abs(predicted), 1e-300)
 
 
 def _objective(problem: Problem, theta: Array, weights: Array) -> Array:
@@ -172,12 +214,13 @@ def _objective(problem: Problem, theta: Array, weights: Array) -> Array:
 
 def _normal_equations(problem: Problem, theta: Array, weights: Array) -> tuple[Array, Array]:
     """Return ``J' W J``, shape (S, p, p), and ``J' W r``, shape (S, p), W reweighted for Huber."""
-    residuals = problem.observed - problem.value(theta)
-    size = np.maximum(np.abs(residuals), 1e-300)
-    reweighted = weights * np.minimum(1.0, problem.huber_delta / size)
-    jacobian = np.broadcast_to(problem.gradient(theta), (*residuals.shape, theta.shape[1]))
-    weighted = (jacobian * reweighted[:, :, None]).transpose(0, 2, 1)
-    return weighted @ jacobian, (weighted @ residuals[:, :, None])[:, :, 0]
+    with np.errstate(over="ignore", invalid="ignore"):  # a wild trial; its row is given up
+        residuals = problem.observed - problem.value(theta)
+        size = np.maximum(np.abs(residuals), 1e-300)
+        reweighted = weights * np.minimum(1.0, problem.huber_delta / size)
+        jacobian = np.broadcast_to(problem.gradient(theta), (*residuals.shape, theta.shape[1]))
+        weighted = (jacobian * reweighted[:, :, None]).transpose(0, 2, 1)
+        return weighted @ jacobian, (weighted @ residuals[:, :, None])[:, :, 0]
 
 
 def _free(problem: Problem, theta: Array, score: Array) -> Array:
@@ -188,13 +231,13 @@ def _free(problem: Problem, theta: Array, score: Array) -> Array:
 
 
 def _damped_step(normal: Array, score: Array, free: Array, damping: Array) -> Array:
-    """Solve the scaled, damped normal equations in the free parameters; the others stay."""
+    """Solve the scaled normal equations plus ``damping``, (S, p), in the free parameters."""
     diagonal = np.einsum("sii->si", normal)
     scale = 1.0 / np.sqrt(np.where(diagonal > 0, diagonal, 1.0))
     mask = free & (diagonal > 0)
     scaled = normal * scale[:, :, None] * scale[:, None, :] * mask[:, :, None] * mask[:, None, :]
     p = scaled.shape[1]
-    scaled[:, range(p), range(p)] += np.where(mask, damping[:, None], 1.0)
+    scaled[:, range(p), range(p)] += np.where(mask, damping * scale**2, 1.0)
     # An exactly collinear pair would make the matrix singular at the lowest damping.
-    scaled[:, range(p), range(p)] += 1e-13
+    scaled[:, range(p), range(p)] += 1e-14
     return np.linalg.solve(scaled, (score * scale * mask)[:, :, None])[:, :, 0] * scale * mask
