@@ -91,9 +91,12 @@ class Effects:
 
 
 def shortened(values: Array) -> Any:
-    """Nested lists with ten significant digits, far below any uncertainty, to keep files small."""
+    """Nested lists with ten significant digits, far below any uncertainty, to keep files small.
+
+    A value that is not finite, which JSON does not have, is null.
+    """
     if values.ndim == 0:
-        return float(f"{values:.10g}")
+        return float(f"{values:.10g}") if np.isfinite(values) else None
     return [shortened(value) for value in values]
 
 

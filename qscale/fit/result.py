@@ -89,6 +89,20 @@ class Fit:
         return tuple(dict.fromkeys(c for c in (*self.law.columns, *slopes) if c not in offsets))
 
     @property
+    def categories(self) -> dict[str, tuple[str, ...]]:
+        """Columns of the law's offsets with their fitted levels."""
+        options = [f.options for f in self.law.factors if f.kind == "offset"]
+        return {o["column"]: tuple(map(str, o["levels"])) for o in options}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know, in sentences: trade-offs, and a status other than converged."""
+        if self.search.status == "converged":
+            return self.search.notes
+        status = f"the fit's status is {self.search.status}: {self.search.detail}."
+        return (*self.search.notes, status)
+
+    @property
     def values(self) -> dict[str, float]:
         """Estimates on the natural scale by parameter name."""
         natural = self.law.to_natural(self.theta)
@@ -320,7 +334,9 @@ class Fit:
             "law": self.law.spec(),
             "parameters": self.values,
             "intervals_90": json.loads(self.parameters().to_json(orient="index")),
-            "search": asdict(self.search),
+            # JSON has no infinity, the delta of least squares.
+            "search": asdict(self.search)
+            | ({} if np.isfinite(self.search.huber_delta) else {"huber_delta": None}),
             "data": asdict(self.data),
             "interval": self.interval,
             "cov": shortened(self.cov),

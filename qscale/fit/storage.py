@@ -29,7 +29,7 @@ def load(path: str | Path) -> Fit:
         raise FitError(f"{path}: no such fit. Make one with qscale fit.")
     try:
         content = json.loads(path.read_text())
-        version = content["format"]
+        version, _ = content["format"], content["law"]  # a saved regression has no law
     except (ValueError, KeyError, TypeError) as error:
         raise FitError(f"{path}: not a fit written by qscale fit.") from error
     if version != FORMAT:
@@ -39,6 +39,8 @@ def load(path: str | Path) -> Fit:
     data["ranges"] = {name: tuple(pair) for name, pair in data["ranges"].items()}
     data["levels"] = {name: tuple(values) for name, values in data["levels"].items()}
     search = content["search"]
+    if search["huber_delta"] is None:
+        search["huber_delta"] = np.inf
     theta = np.array(content["theta"])
     profiles, calibration = content["profiles"], content["calibration"]
     return Fit(
@@ -49,7 +51,7 @@ def load(path: str | Path) -> Fit:
         dof=np.array(content["dof"]),
         effects=Effects.from_json(content["effects"]),
         draws=np.array(content["draws"]).reshape(-1, len(theta)),
-        profiles=None if profiles is None else np.array(profiles),
+        profiles=None if profiles is None else np.array(profiles, dtype=float),
         calibration=None if calibration is None else Calibration.from_json(calibration),
         search=Search(**{**search, "notes": tuple(search["notes"])}),
         data=Data(**data),

@@ -151,7 +151,8 @@ class _Curve:
     def value(self, theta: Array, data: Columns) -> Array:
         """Evaluate the function or its logarithm, shape (S, n)."""
         data = self._numbers(data)
-        return np.stack([self._linked(self._call(row, data)) for row in theta])
+        rows = [self._linked(self._call(row, data)) for row in theta]
+        return np.reshape(rows, (len(theta), len(data[self.columns[0]])))
 
     def gradient(self, theta: Array, data: Columns) -> Array:
         """Gradient of `value`, shape (S, n, p)."""
@@ -159,7 +160,8 @@ class _Curve:
         if self.unchecked and len(theta):
             self._check(theta[0], data)
             self.unchecked = False
-        return np.stack([self.derive(row, data) for row in theta])
+        rows = [self.derive(row, data) for row in theta]
+        return np.reshape(rows, (len(theta), len(data[self.columns[0]]), theta.shape[1]))
 
     def _numbers(self, data: Columns) -> dict[str, Array]:
         """Return only the columns that were named, whole numbers as floats."""

@@ -84,6 +84,7 @@ def test_a_python_function_is_the_named_law_it_restates(python, frame) -> None:
     )
     theta = np.array([[-4.0, 0.5, 0.3, 5.0], [1.0, 0.1, 0.2, -3.0]])
     assert_same(law, get("ouyang"), theta, frame)
+    assert_same(law, get("ouyang"), theta[:0], frame)
 
 
 def test_a_toml_sum_is_the_named_law_it_restates(tmp_path, frame) -> None:
