@@ -142,7 +142,7 @@ def fit(
     problem, solution = _search_starts(law, selection, fixed, huber_delta, likelihood)
     require(selection.frame, [c for text in random or () for c in parse(text).columns], name)
     terms, notes = _terms((cluster,) if random is None else random, selection.frame)
-    model = _model(law, selection, problem, terms, likelihood, huber_delta)
+    model = _model(selection, problem, terms, likelihood, huber_delta)
     pooled = solution.theta[np.argmin(solution.objective)]
     fitted = mixed.estimate(model, pooled, _robust_scale(law, problem, pooled))
     if not terms and likelihood == "huber" and huber_delta and not selection.censored.any():
@@ -202,7 +202,6 @@ def _terms(texts: Sequence[str], frame: pd.DataFrame) -> tuple[tuple[Term, ...],
 
 
 def _model(
-    law: Law,
     selection: Selection,
     problem: Problem,
     terms: tuple[Term, ...],
@@ -210,11 +209,8 @@ def _model(
     huber_delta: float | None,
 ) -> mixed.Model:
     """State the mixed model."""
-    rows = len(selection.frame)
-    if law.linear:
-        x = np.array(
-            np.broadcast_to(problem.gradient(problem.low[None])[0], (rows, len(problem.low)))
-        )
+    x = problem.design
+    if x is not None:
         value, gradient = (lambda theta: x @ theta), (lambda _: x)
     else:
         value = lambda theta: problem.value(theta[None])[0]  # noqa: E731
@@ -357,6 +353,10 @@ def _problem(law: Law, selection: Selection, fixed: Mapping[str, float], delta: 
     data = columns_of(law, selection.frame)
     held = {p.name: (p.internal(fixed[p.name]),) * 2 for p in law.parameters if p.name in fixed}
     low, high = np.array([held.get(p.name, p.bounds) for p in law.parameters]).T
+    x = None
+    if law.linear:
+        shape = (len(selection.frame), len(low))
+        x = np.array(np.broadcast_to(law.gradient(low[None], data)[0], shape))
     return Problem(
         value=lambda theta: law.location(theta, data),
         gradient=lambda theta: law.gradient(theta, data),
@@ -364,7 +364,7 @@ def _problem(law: Law, selection: Selection, fixed: Mapping[str, float], delta: 
         low=low,
         high=high,
         huber_delta=delta,
-        linear=law.linear,
+        design=x,
     )
 
 
@@ -392,7 +392,7 @@ def _search(law: Law, problem: Problem, solution: Solution, notes: tuple[str, ..
     objective = float(solution.objective[best])
     agreeing = int((solution.objective <= objective * (1 + 1e-6) + 1e-15).sum())
     free = problem.low < problem.high
-    condition, weakest = _conditioning(solution.information[best][np.ix_(free, free)])
+    condition, weakest = _conditioning(solution.information(best)[np.ix_(free, free)])
     names = np.array(law.names)
     theta = solution.theta[best]
     at_bound = names[free & ((theta <= problem.low) | (theta >= problem.high))]

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     Array = np.ndarray
 
 
+_BATCH_ELEMENTS = 20_000_000  # 160 MB of row weights at a time
+
+
 def cluster_weights(clusters: Array, n_boot: int, rng: np.random.Generator) -> Array:
     """Draw how often each row appears when whole clusters are resampled, shape (n_boot, n)."""
     groups = int(clusters.max()) + 1
@@ -32,6 +35,10 @@ def bootstrap(
         Internal parameters of shape (at most n_boot, p). The cluster bootstrap is that of Cameron,
         Gelbach and Miller (2008), section II.
     """
-    weights = cluster_weights(clusters, n_boot, rng)
-    solution = solve(problem, np.repeat(theta[None], n_boot, axis=0), weights)
-    return solution.theta[solution.converged]
+    batch = max(1, _BATCH_ELEMENTS // len(clusters))
+    draws = []
+    for first in range(0, n_boot, batch):
+        weights = cluster_weights(clusters, min(batch, n_boot - first), rng)
+        solution = solve(problem, np.repeat(theta[None], len(weights), axis=0), weights)
+        draws.append(solution.theta[solution.converged])
+    return np.concatenate(draws)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qscale.fit.newton import damped_step, minimise, movable
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 DECREMENT_TOLERANCE = 1e-12
 _EXACT = 1e-17  # residuals under 3e-9 of the data are rounding, not misfit
-_FIRST_DAMPING = {True: 1e-3, False: 1e4}  # by whether the model is linear; else small first steps
+_FIRST_DAMPING = {True: 1e-3, False: 1e4}  # by whether the model is linear; small steps if not
 _DAMPING_FLOOR, _DAMPING_CEILING = 1e-20, 1e20
 _MEMORY = 0.9  # of each parameter's largest curvature so far, which scales its damping
 _WORTHWHILE = 1e-3  # share of the predicted gain that a step must bring
@@ -45,8 +47,9 @@ class Problem:
         Bounds on ``theta``, shape (p,); equal bounds hold a parameter fixed.
     huber_delta
         Residual size at which the loss turns from quadratic to linear; infinite is least squares.
-    linear
-        Whether the model is linear in ``theta``, so that the first step may be a long one.
+    design
+        Where the model is ``design @ theta``, that matrix, shape (n, p): such a problem is convex
+        and solved by Newton's method (`qscale.fit.newton`), whatever the start.
     """
 
     value: Callable[[Array], Array]
@@ -55,7 +58,7 @@ class Problem:
     low: Array
     high: Array
     huber_delta: float
-    linear: bool = False
+    design: Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +73,24 @@ class Solution:
         Sum of weighted losses, shape (S,).
     decrement
         Projected Newton decrement over the objective, shape (S,); small means converged.
-    information
-        Gauss-Newton matrix ``J' W J`` at the end, shape (S, p, p).
+    problem, weights
+        What was minimised, and the row weights, shape (S, n).
     """
 
     theta: Array
     objective: Array
     decrement: Array
-    information: Array
+    problem: Problem
+    weights: Array
 
     @property
     def converged(self) -> Array:
         """Whether each row's decrement is under `DECREMENT_TOLERANCE`, shape (S,)."""
         return self.decrement <= DECREMENT_TOLERANCE
+
+    def information(self, row: int) -> Array:
+        """Gauss-Newton matrix ``J' W J`` where one row of the batch ended, shape (p, p)."""
+        return _normal_equations(self.problem, self.theta[[row]], self.weights[[row]])[0][0]
 
 
 def huber(residuals: Array, delta: float) -> Array:
@@ -119,14 +127,36 @@ def solve(problem: Problem, starts: Array, weights: Array, max_iterations: int =
     """
     starts = np.clip(np.atleast_2d(starts), problem.low, problem.high)
     weights = np.broadcast_to(weights, (len(starts), len(problem.observed)))
-    per_start = len(problem.observed) * max(1, starts.shape[1])
-    chunk = max(1, _CHUNK_ELEMENTS // per_start)
+    if problem.design is None:
+        return Solution(*_search(problem, starts, weights, max_iterations), problem, weights)
+    theta, objective, decrement = minimise(
+        problem.design,
+        problem.observed,
+        (problem.low, problem.high),
+        problem.huber_delta,
+        starts[0],
+        weights,
+        DECREMENT_TOLERANCE,
+        _EXACT,
+    )
+    left = np.flatnonzero(decrement > DECREMENT_TOLERANCE)
+    if len(left):
+        found = _search(problem, starts[left], weights[left], max_iterations)
+        theta[left], objective[left], decrement[left] = found
+    return Solution(theta, objective, decrement, problem, weights)
+
+
+def _search(
+    problem: Problem, starts: Array, weights: Array, max_iterations: int
+) -> tuple[Array, Array, Array]:
+    """Run the general search, as many rows at a time as memory allows."""
+    chunk = max(1, _CHUNK_ELEMENTS // (len(problem.observed) * max(1, starts.shape[1])))
     parts = [
-        _solve_chunk(problem, starts[i : i + chunk], weights[i : i + chunk], max_iterations)
+        _search_chunk(problem, starts[i : i + chunk], weights[i : i + chunk], max_iterations)
         for i in range(0, len(starts), chunk)
     ]
-    names = ("theta", "objective", "decrement", "information")
-    return Solution(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+    theta, objective, decrement = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return theta, objective, decrement
 
 
 class _Pace:
@@ -154,13 +184,14 @@ class _Pace:
         return (damping < _DAMPING_CEILING) & (self.idle[rows] < _PATIENCE)
 
 
-def _solve_chunk(problem: Problem, starts: Array, weights: Array, max_iterations: int) -> Solution:
+def _search_chunk(
+    problem: Problem, starts: Array, weights: Array, max_iterations: int
+) -> tuple[Array, Array, Array]:
     """Run damped Gauss-Newton on one chunk; rows drop out as they converge."""
     theta = starts.copy()
     objective = _objective(problem, theta, weights)
     decrement = np.full(len(theta), np.inf)
-    information = np.zeros((len(theta), theta.shape[1], theta.shape[1]))
-    pace = _Pace(theta.shape, problem.linear)
+    pace = _Pace(theta.shape, problem.design is not None)
     active = np.isfinite(objective)
     floor = _EXACT * (weights @ (1.0 + problem.observed**2))
     for _ in range(max_iterations):
@@ -171,9 +202,8 @@ def _solve_chunk(problem: Problem, starts: Array, weights: Array, max_iterations
         finite = np.isfinite(normal).all(axis=(1, 2)) & np.isfinite(score).all(axis=1)
         active[rows[~finite]] = False
         rows, normal, score = rows[finite], normal[finite], score[finite]
-        free = _free(problem, theta[rows], score)
-        information[rows] = normal
-        full_step = _damped_step(normal, score, free, np.zeros_like(score))
+        free = movable(problem.low, problem.high, theta[rows], score)
+        full_step = damped_step(normal, score, free, 0.0)
         gain = 0.5 * np.abs((full_step * score).sum(axis=1))
         decrement[rows] = gain / (objective[rows] + floor[rows])
         still = decrement[rows] > DECREMENT_TOLERANCE
@@ -184,7 +214,7 @@ def _solve_chunk(problem: Problem, starts: Array, weights: Array, max_iterations
         rows, normal, score, free = rows[still], normal[still], score[still], free[still]
         if not len(rows):
             continue
-        step = _damped_step(normal, score, free, pace.scaled_damping(rows, normal))
+        step = damped_step(normal, score, free, pace.scaled_damping(rows, normal))
         trial = np.clip(theta[rows] + step, problem.low, problem.high)
         trial_objective = _objective(problem, trial, weights[rows])
         gained = objective[rows] - trial_objective
@@ -195,7 +225,7 @@ def _solve_chunk(problem: Problem, starts: Array, weights: Array, max_iterations
         moved = better & (gained > _STUCK * gain[still])
         theta[rows[better]], objective[rows[better]] = trial[better], trial_objective[better]
         active[rows] = pace.judge(rows, better, ratio, moved)
-    return Solution(theta, objective, decrement, information)
+    return theta, objective, decrement
 
 
 def _gain_ratio(normal: Array, score: Array, move: Array, gained: Array) -> Array:
@@ -221,23 +251,3 @@ def _normal_equations(problem: Problem, theta: Array, weights: Array) -> tuple[A
         jacobian = np.broadcast_to(problem.gradient(theta), (*residuals.shape, theta.shape[1]))
         weighted = (jacobian * reweighted[:, :, None]).transpose(0, 2, 1)
         return weighted @ jacobian, (weighted @ residuals[:, :, None])[:, :, 0]
-
-
-def _free(problem: Problem, theta: Array, score: Array) -> Array:
-    """Which parameters may move: those not held at a bound that the score pushes against."""
-    at_low = (theta <= problem.low) & (score <= 0)
-    at_high = (theta >= problem.high) & (score >= 0)
-    return ~(at_low | at_high)
-
-
-def _damped_step(normal: Array, score: Array, free: Array, damping: Array) -> Array:
-    """Solve the scaled normal equations plus ``damping``, (S, p), in the free parameters."""
-    diagonal = np.einsum("sii->si", normal)
-    scale = 1.0 / np.sqrt(np.where(diagonal > 0, diagonal, 1.0))
-    mask = free & (diagonal > 0)
-    scaled = normal * scale[:, :, None] * scale[:, None, :] * mask[:, :, None] * mask[:, None, :]
-    p = scaled.shape[1]
-    scaled[:, range(p), range(p)] += np.where(mask, damping * scale**2, 1.0)
-    # An exactly collinear pair would make the matrix singular at the lowest damping.
-    scaled[:, range(p), range(p)] += 1e-14
-    return np.linalg.solve(scaled, (score * scale * mask)[:, :, None])[:, :, 0] * scale * mask

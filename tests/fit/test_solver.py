@@ -9,7 +9,9 @@ from scipy.optimize import least_squares
 from qscale.fit.solver import Problem, huber, solve
 
 
-def linear_problem(design, observed, delta=np.inf, low=-np.inf, high=np.inf) -> Problem:
+def linear_problem(
+    design, observed, delta=np.inf, low=-np.inf, high=np.inf, newton=True
+) -> Problem:
     p = design.shape[1]
     return Problem(
         value=lambda theta: theta @ design.T,
@@ -18,6 +20,7 @@ def linear_problem(design, observed, delta=np.inf, low=-np.inf, high=np.inf) -> 
         low=np.broadcast_to(low, p).astype(float),
         high=np.broadcast_to(high, p).astype(float),
         huber_delta=delta,
+        design=design if newton else None,
     )
 
 
@@ -133,3 +136,39 @@ def test_a_start_that_overflows_is_not_called_converged() -> None:
     )
     found = solve(problem, np.array([[9e3], [0.1]]), np.ones(10))
     assert found.converged.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("delta", [0.1, 1.0, np.inf])
+def test_newton_ends_where_the_general_search_does(design, delta, monkeypatch) -> None:
+    fast, general = both_ways(design, delta, -np.inf, 1e-18, monkeypatch)
+    assert fast.converged.all()
+    done = general.converged  # it stalls on some at this tolerance
+    assert done.sum() > 30
+    np.testing.assert_allclose(fast.theta[done], general.theta[done], rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(("delta", "low"), [(1e-3, -np.inf), (1e-3, 0.6), (0.1, 0.6), (1.0, 0.6)])
+def test_newton_with_bounds_or_kinks_is_no_worse(design, delta, low, monkeypatch) -> None:
+    fast, general = both_ways(design, delta, low, 1e-12, monkeypatch)
+    assert fast.converged.sum() >= general.converged.sum()
+    assert (fast.objective <= general.objective * (1 + 1e-9)).all()
+
+
+def both_ways(design, delta, low, tolerance, monkeypatch):
+    """Fifty bootstrap replicates by Newton's method and by the general search."""
+    rng = np.random.default_rng(6)
+    observed = design @ [1.0, 0.5, -2.0] + rng.standard_t(3, 40) * 0.2
+    weights = rng.multinomial(40, np.full(40, 1 / 40), size=50).astype(float)
+    monkeypatch.setattr("qscale.fit.solver.DECREMENT_TOLERANCE", tolerance)
+    low = np.array([-np.inf, low, -np.inf])
+    problems = [linear_problem(design, observed, delta, low, np.inf, way) for way in (True, False)]
+    return [solve(problem, np.zeros((50, 3)), weights) for problem in problems]
+
+
+def test_newton_never_stops_for_want_of_rows_within_delta(design) -> None:
+    # From a far start no row has curvature of its own: only the loss itself can say what is best.
+    observed = design @ [1.0, 0.5, -2.0]
+    observed[:3] += 50.0
+    found = solve(linear_problem(design, observed, 1e-6), np.full((1, 3), 100.0), np.ones(40))
+    assert found.converged.all()
+    np.testing.assert_allclose(found.theta[0], [1.0, 0.5, -2.0], rtol=1e-5)
