@@ -20,6 +20,8 @@ from joins import (
 )
 from training import cosine_share, recipe_of
 
+from qscale.laws.schedule import decay_share
+
 MODEL_NOTES = {
     "OPT-66B": "OPT-66B has dead units and is an outlier of its line",
     "OPT-350M": "OPT-350M is post-norm, unlike its line",
@@ -145,6 +147,8 @@ def ptq_vs_learning_rate() -> pd.DataFrame:
             "raw_row": rows["raw_row"],
         }
     )
+    # Each cooldown to an end of its own is one point, which does not tell where it began.
+    frame["decay_share"] = decay_share(frame, ("run", "lr_schedule", "phase"))
     return finish(frame, ["run", "bits", "figure", "tokens"], "ptq_vs_learning_rate")
 
 

@@ -35,6 +35,7 @@ TRAINING_COLUMNS = (
     "lr",
     "lr_schedule",
     "decay_fraction",
+    "decay_share",
     "lr_sum",
     "weight_decay",
     "batch_tokens",

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 
 from qscale.table import COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import pandas as pd
 
     from qscale.fit import Fitted
     from qscale.fit.effects import Kind
@@ -76,15 +75,15 @@ def outside(fit: Fitted, frame: pd.DataFrame) -> list[str]:
     Parameters
     ----------
     fit
-        A fitted law with the ranges of its data.
+        A fitted law or regression with the ranges of its data.
     frame
         The rows to be predicted.
 
     Returns
     -------
     list of str
-        One sentence for each column of the law beyond its fitted range and each text column, such
-        as ``method``, with a value that was not in the data. Empty if all is inside.
+        One sentence for each column of the fit beyond its fitted range and each column of labels,
+        such as ``method``, with a value that was not in the data. Empty if all is inside.
     """
     sentences = []
     for column, (low, high) in fit.data.ranges.items():
@@ -103,9 +102,12 @@ def outside(fit: Fitted, frame: pd.DataFrame) -> list[str]:
                     f"{COLUMNS[column].meaning} ({column} = {extreme:g}) is {side} the fitted "
                     f"range {low:g} to {high:g}{span}: this is an extrapolation."
                 )
-    for column, known in fit.data.levels.items():
+    for column, known in (fit.data.levels | fit.categories).items():
         if column in frame.columns:
-            new = sorted(set(frame[column].dropna().astype(str)) - set(known) - {""})
+            values = frame[column].dropna()
+            numbers = pd.api.types.is_float_dtype(values)
+            labels = values.map("{:g}".format) if numbers else values.astype(str)
+            new = sorted(set(labels) - set(known) - {""})
             if new:
                 sentences.append(
                     f"{column} {', '.join(new)} was not among the fitted rows ({', '.join(known)})."

@@ -58,6 +58,7 @@ class Column:
 
 STATUSES = ("ok", "nonfinite", "collapsed", "degraded", "failed")
 _COUNT = "Counts are in units: write 125e6 for 125 million."
+_ACCURACY = "An accuracy at or below chance has no value here: leave it empty."
 _LOSS = "Losses are in nats per token; take the logarithm of a perplexity."
 
 # fmt: off
@@ -81,6 +82,7 @@ COLUMNS: dict[str, Column] = {
         Column("lr", "number", "", "Learning rate at this checkpoint", 0, 10),
         Column("lr_schedule", "text", "", "Schedule: constant, cosine, wsd, linear"),
         Column("decay_fraction", "number", "", "Share of the learning-rate decay already done", 0, 1),
+        Column("decay_share", "number", "", "Share of tokens seen while the learning rate decayed", 0, 1),
         Column("lr_sum", "number", "", "Sum of the learning rate over steps", 0),
         Column("weight_decay", "number", "", "Decoupled weight decay", 0, 10),
         Column("batch_tokens", "number", "tokens", "Tokens per optimizer step", 1),
@@ -91,11 +93,16 @@ COLUMNS: dict[str, Column] = {
         Column("method_kind", "text", "", "Training used by the method", allowed=("ptq", "ptq+ft", "qat")),
         Column("fmt", "text", "", "Number format: int, mxint, nvfp4, nf4, vector, gguf, ..."),
         Column("bits", "number", "bits", "Nominal bits per weight element", 0.5, 32),
+        Column("bits_activation", "number", "bits", "Nominal bits per activation element", 0.5, 32),
+        Column("exponent_bits", "number", "bits", "Exponent bits of a floating-point format: 2 in E2M1", 0, 11),
+        Column("mantissa_bits", "number", "bits", "Mantissa bits of a floating-point format: 1 in E2M1", 0, 52),
         Column("group_size", "number", "elements", "Elements sharing a scale; null means one per row", 1),
         Column("symmetric", "flag", "", "Whether zero is the middle of the grid"),
         Column("scale_rule", "text", "", "How the scale follows from the group's values"),
         Column("bits_per_weight", "number", "bits", "What is stored, scales and zeros included", 0.1, 40),
         Column("n_quantized", "number", "matrices", "Number of quantized matrices", 0),
+        Column("quantized_share", "number", "", "Share of the parameters in low precision", 0, 1),
+        Column("calibration_samples", "number", "sequences", "Sequences the method was calibrated on", 0),
         # outcome
         Column("loss_fp", "number", "nats/token", "Loss before quantization", 0, 50, hint=_LOSS),
         Column("loss_fp_se", "number", "nats/token", "Standard error of loss_fp", 0),
@@ -106,6 +113,7 @@ COLUMNS: dict[str, Column] = {
         Column("kl", "number", "nats/token", "Mean KL(p_fp || p_q)", -1e-3),
         Column("kl_se", "number", "nats/token", "Standard error of kl", 0),
         Column("top1_agreement", "number", "", "Share of positions with the same top token", 0, 1),
+        Column("neg_log_accuracy", "number", "", "-ln((accuracy - chance) / (1 - chance))", 0, hint=_ACCURACY),
         Column("scored_tokens", "number", "tokens", "Tokens the losses are means over", 1),
         # features of the checkpoint and of the quantization error
         Column("grad_norm", "number", "", "Norm of the mean loss's gradient", 0),

@@ -148,7 +148,7 @@ def test_what_is_neither_file_nor_name_is_refused(tmp_path):
 def test_data_is_found_inside_an_installed_package_without_torch(tmp_path):
     package = tmp_path / "qscale"
     package.mkdir()
-    for module in ("__init__", "errors", "table", "datasets"):
+    for module in ("__init__", "atomic", "errors", "table", "datasets"):
         shutil.copy(REPO / "qscale" / f"{module}.py", package)
     shutil.copytree(REPO / "data", package / "data", ignore=shutil.ignore_patterns("__pycache__"))
     code = (
@@ -436,6 +436,18 @@ def test_interleaved_types_duplicate_their_base():
     ratio = np.log(pairs.loc[~own, "kl"] / pairs.loc[~own, "kl_base"]).abs()
     assert ratio.median() < 1e-3
     assert (ratio < 0.05).mean() > 0.9
+
+
+def test_decay_shares_tell_where_each_decay_began():
+    frame = datasets.load("ptq_vs_learning_rate")
+    share, stable = frame["decay_share"], frame["tokens"] * (1 - frame["decay_share"])
+    assert (share[frame["phase"].str.startswith(("stable", "LAWA"))] == 0).all()
+    assert share.isna().equals(frame["phase"].str.startswith("end of cooldown"))
+    decaying = frame["decay_fraction"] > 0
+    own = decaying & frame["figure"].str.startswith("fig6a")
+    np.testing.assert_allclose(stable[own], 80e9, rtol=1e-3)
+    cosine = frame["family"] == "OLMo-2"  # decays from the end of warm-up, 8.39e9 tokens
+    np.testing.assert_allclose(stable[cosine], 8.39e9, rtol=2e-3)
 
 
 # ------------------------------------------------------------------- quest_qat and base losses

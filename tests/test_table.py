@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from qscale import table
 from qscale.errors import TableError
+from qscale.laws import LAWS
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".csv.xz", ".parquet"])
@@ -58,6 +59,11 @@ def test_a_mapped_column_takes_its_new_name(tmp_path) -> None:
         ({"loss_fp": [2.0, np.inf]}, r"row 2, column 'loss_fp' is infinite"),
         ({"loss_fp": [2.0, 5e3]}, r"between 0 and 50 nats/token. Got 5000.0.*logarithm"),
         ({"decay_fraction": [0.5, 1.5]}, r"between 0 and 1. Got 1.5"),
+        ({"decay_share": [1.5]}, r"between 0 and 1. Got 1.5"),
+        ({"quantized_share": [50]}, r"between 0 and 1. Got 50"),
+        ({"mantissa_bits": [-1]}, r"between 0 and 52 bits. Got -1"),
+        ({"bits_activation": [0]}, r"between 0.5 and 32 bits. Got 0"),
+        ({"neg_log_accuracy": [-0.1]}, r"at least 0. Got -0.1.*below chance"),
         ({"delta_loss_se": [0.1, -0.1]}, r"at least 0 nats/token. Got -0.1"),
     ],
 )
@@ -149,3 +155,8 @@ def test_every_column_states_a_meaning_and_a_sane_range() -> None:
         assert column.meaning
         if column.low is not None and column.high is not None:
             assert column.low < column.high
+
+
+def test_every_column_of_a_named_law_is_in_the_table() -> None:
+    for law in LAWS.values():
+        assert {*law.columns, law.target} <= set(table.COLUMNS), law.name

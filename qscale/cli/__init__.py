@@ -16,7 +16,9 @@ app = App(
     default_parameter=Parameter(negative=()),
     result_action="return_value",
 )
-for _name in ("datasets", "laws", "fit", "predict", "measure", "report", "compare", "select"):
+for _name in (
+    "datasets", "laws", "fit", "regress", "predict", "measure", "report", "compare", "select",
+):  # fmt: skip
     app.command(f"qscale.cli.{_name}:{_name}", name=_name)
 
 

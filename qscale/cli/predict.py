@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from qscale.cli.console import console, group_sizes, number, numbers, refuse_existing, table
+from qscale.cli.described import FLAGS, assigned, described, measured, settings_of
 from qscale.cli.settings import quantizer_settings
 from qscale.errors import QscaleError
 
@@ -17,8 +18,10 @@ if TYPE_CHECKING:
 
     from qscale.fit import Fit
     from qscale.quantize.setting import Setting
+    from qscale.regress import Regression
 
 SMALL = 0.5
+_ABOUT_ORIGIN = ("family", "run", "checkpoint", "source", "protocol")
 
 
 def predict(
@@ -29,12 +32,15 @@ def predict(
     bits: str = "2,3,4",
     group_size: str = "128",
     method: str | None = None,
+    fmt: str | None = None,
     n_params: float | None = None,
     tokens: float | None = None,
     lr_peak: float | None = None,
     lr: float | None = None,
+    loss_fp: float | None = None,
     family: str | None = None,
     source: str | None = None,
+    set_: Annotated[list[str] | None, Parameter(name="--set")] = None,
     given: Path | None = None,
     text: Path | None = None,
     context: int | None = None,
@@ -51,7 +57,7 @@ def predict(
     Parameters
     ----------
     fit
-        A fit written by qscale fit, or the name of a shipped fit.
+        A fit written by qscale fit or qscale regress, or the name of a shipped fit.
     checkpoint
         Hugging Face folder with safetensors.
     bits
@@ -59,15 +65,25 @@ def predict(
     group_size
         Weights sharing a scale, separated by commas; row is one scale per row.
     method
-        Quantization method, checked against those the fit has seen.
+        Quantization methods, separated by commas, checked against those the fit has seen.
+    fmt
+        Number formats, separated by commas, checked likewise.
     n_params
         Non-embedding parameters, such as 13e9.
     tokens
         Training tokens, such as 2e12.
-    lr_peak, lr
-        Peak learning rate, and learning rate at the checkpoint (0 at the end of a decay to zero).
-    family, source
+    lr_peak
+        Peak learning rate.
+    lr
+        Learning rate at the checkpoint (0 at the end of a decay to zero).
+    loss_fp
+        Loss before quantization, nats per token.
+    family
         Level of an offset in the fit; left out, the average level and its spread are used.
+    source
+        Likewise.
+    set_
+        NAME=VALUE of any other column that the fit needs, such as sqnr_db=21. May be repeated.
     given
         Table of one or a few measured rows of this checkpoint (bits, method, delta_loss and the
         like; what it lacks is taken from the flags). They update what is known of it, so that the
@@ -79,140 +95,96 @@ def predict(
     probes
         Backward passes over the probe windows.
     output
-        Write the predictions of the law to this .csv or .parquet file.
+        Write the predictions of the fit to this .csv or .parquet file.
     force
         Replace the output if it exists.
     """
     from qscale import table as tables  # noqa: PLC0415
-    from qscale.fit.shipped import find  # noqa: PLC0415
-    from qscale.predict import predict as predict_law  # noqa: PLC0415
+    from qscale.load import load_fitted  # noqa: PLC0415
+    from qscale.predict import predict as predict_rows  # noqa: PLC0415
 
     refuse_existing(output, force)
     if text is not None and checkpoint is None:
         raise QscaleError("--text needs a checkpoint folder whose curvature to take.")
-    fitted = find(fit)
-    flags = {
-        "n_params": n_params,
-        "tokens": tokens,
-        "lr_peak": lr_peak,
-        "lr": lr,
-        "family": family,
-        "source": source,
-        "method": method,
+    fitted = load_fitted(fit)
+    flags = dict(zip(FLAGS, (n_params, tokens, lr_peak, lr, loss_fp, family, source), strict=True))
+    flags = {k: v for k, v in flags.items() if v is not None} | assigned(set_ or [], fitted)
+    known = described(checkpoint, flags)
+    settings: dict[str, list[Any]] = {
+        "bits": numbers(bits, "--bits"),
+        "group_size": group_sizes(group_size),
+        "method": _listed(method),
+        "fmt": _listed(fmt),
     }
-    known = _described(checkpoint, flags)
-    widths, sizes = numbers(bits, "--bits"), group_sizes(group_size)
-    settings = quantizer_settings(bits, group_size) if text is not None else []
-    frame = tables.check(_settings(fitted, known, widths, sizes), "prediction")
-    measured = None
+    quantizers = quantizer_settings(bits, group_size) if text is not None else []
+    frame = settings_of(fitted, known, settings)
+    rows = None
     if given is not None:
-        measured, frame = _given(fitted, known, tables.read(given), frame, str(given))
-    result = predict_law(fitted if measured is None else fitted.given(measured), frame)
-    _print_law(fitted, known, result)
-    if measured is not None:
-        console.print(f"Given: {len(measured)} measured row{'s' * (len(measured) > 1)} of {given}.")
+        rows, frame = measured(fitted, known, settings, frame, given)
+    result = predict_rows(fitted if rows is None else fitted.given(rows), frame)
+    shown = {*flags, *fitted.columns, *fitted.categories, "family"}
+    _show(fitted, {name: value for name, value in known.items() if name in shown}, result)
+    if rows is not None:
+        console.print(f"Given: {len(rows)} measured row{'s' * (len(rows) > 1)} of {given}.")
     if text is not None and checkpoint is not None:
-        _print_zero_fit(checkpoint, text, settings, context, probes)
+        _print_zero_fit(checkpoint, text, quantizers, context, probes)
     if output is not None:
         tables.write(result, output)
         console.print(f"Written to {output}.")
 
 
-def _given(
-    fitted: Fit, known: dict[str, Any], rows: pd.DataFrame, frame: pd.DataFrame, name: str
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Complete measured rows from the flags, and say in both tables that it is one checkpoint."""
-    if rows.empty:
-        raise QscaleError(f"--given {name}: the table has no rows.")
-    for column, value in known.items():
-        rows[column] = rows[column].fillna(value) if column in rows.columns else value
-    for term in fitted.effects.terms:
-        for column in term.columns:
-            if column in rows.columns and column not in frame.columns:
-                if len(rows[column].drop_duplicates()) > 1:
-                    raise QscaleError(
-                        f"--given {name}: column {column!r} has several values, but the rows must "
-                        "be of one checkpoint."
-                    )
-                frame[column] = rows[column].iloc[0]
-    return rows, frame
+def _listed(text: str | None) -> list[str]:
+    """Split ``rtn,gptq`` at its commas."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
-def _described(checkpoint: Path | None, flags: dict[str, Any]) -> dict[str, Any]:
-    """Join what the folder says with the flags, which take precedence."""
-    known: dict[str, Any] = {}
-    if checkpoint is not None:
-        from qscale.checkpoint import describe  # noqa: PLC0415
-
-        description = describe(checkpoint)
-        known = {
-            # A sidecar's source is where the weights come from, not where a measurement does.
-            **{k: v for k, v in description.training.items() if k != "source"},
-            "n_params": description.n_params,
-            "n_params_total": description.n_params_total,
-        }
-    return known | {name: value for name, value in flags.items() if value is not None}
-
-
-def _settings(
-    fitted: Fit, known: dict[str, Any], widths: list[float], sizes: list[int | None]
-) -> pd.DataFrame:
-    """One row for each bit width and group size that the law can tell apart."""
-    import pandas as pd  # noqa: PLC0415
-
-    from qscale.table import COLUMNS  # noqa: PLC0415
-
-    settings = {"bits", "group_size"}
-    offsets = {f.options["column"] for f in fitted.law.factors if f.kind == "offset"}
-    for column in fitted.law.columns:
-        if column not in settings | offsets and known.get(column) is None:
-            flag = column.replace("_", "-")
-            raise QscaleError(
-                f"the fit needs {column} ({COLUMNS[column].meaning.lower()}); give --{flag}, or "
-                f"add it to the checkpoint's qscale.toml."
-            )
-    if "group_size" in fitted.law.columns and None in sizes:
-        raise QscaleError("--group-size row cannot be used: the law needs a number of elements.")
-    widths = widths if "bits" in fitted.law.columns else widths[:1]
-    sizes = sizes if "group_size" in fitted.law.columns else sizes[:1]
-    rows = [{**known, "bits": b, "group_size": g} for b in widths for g in sizes]
-    return pd.DataFrame(rows)
-
-
-def _print_law(fitted: Fit, known: dict[str, Any], result: pd.DataFrame) -> None:
-    """Print the law's predictions and what lies outside the fitted rows."""
+def _show(fitted: Fit | Regression, known: dict[str, Any], result: pd.DataFrame) -> None:
+    """Print the predictions, what lies outside the fitted rows and what the fit itself notes."""
+    from qscale.fit import Fit  # noqa: PLC0415
     from qscale.predict import outside  # noqa: PLC0415
 
-    target = fitted.law.target
-    described = ("n_params", "tokens", "lr_peak", "lr", "family", "source", "method")
-    facts = ", ".join(
-        f"{name} {value:g}" if isinstance(value, int | float) else f"{name} {value}"
-        for name, value in known.items()
-        if name in described
-    )
+    used = (*fitted.columns, *fitted.categories)
+    labels = [c for c in ("method", "fmt") if c in result]
+    several = [c for c in labels if len(set(result[c])) > 1]
+    settings = [*(c for c in ("bits", "group_size") if c in used), *several]
+    facts = known | {c: result[c].iloc[0] for c in labels if c not in several}
     ratio = "perplexity_ratio" in result.columns
-    heading = [target, *(["ppl ratio"] if ratio else []), "50 % interval", "90 % interval"]
-    settings = [c for c in ("bits", "group_size") if c in fitted.law.columns]
     rows = [
         (
-            *(number(row[c]) for c in settings),
-            number(row[target], 3),
-            *([_ratio(row[target])] if ratio else []),
+            *(_text(row[c]) for c in settings),
+            number(row[fitted.target], 3),
+            *([_ratio(row[fitted.target])] if ratio else []),
             *(f"{number(row[f'low_{i}'], 3)} to {number(row[f'high_{i}'], 3)}" for i in (50, 90)),
         )
         for _, row in result.iterrows()
     ]
+    data, word = fitted.data, "Law" if isinstance(fitted, Fit) else "Regression"
     console.print(
-        f"\nLaw {fitted.law.name} fitted on {fitted.data.rows} rows of {fitted.data.name}."
+        f"\n{word} {fitted.name} fitted on {data.rows} rows of {data.name}.", markup=False
     )
-    console.print(f"Checkpoint: {facts}.", markup=False)
+    said = [f"{name} {_text(value)}" for name, value in facts.items()]
+    console.print(f"Checkpoint: {', '.join(said) or 'nothing is said of it'}.", markup=False)
+    heading = [fitted.target, *(["ppl ratio"] if ratio else []), "50 % interval", "90 % interval"]
     console.print(table("", (*settings, *heading), rows))
-    for sentence in outside(fitted, result):
+    for sentence in (*outside(fitted, result), *_averaged(fitted, result), *fitted.notes):
         console.print(f"Note: {sentence}", markup=False)
-    for sentence in fitted.search.notes:
-        console.print(f"Note: {sentence}", markup=False)
-    if fitted.search.status != "converged":
-        console.print(f"Note: the fit's status is {fitted.search.status}: {fitted.search.detail}.")
+
+
+def _averaged(fitted: Fit | Regression, result: pd.DataFrame) -> list[str]:
+    """Say which settings were left open; that a new checkpoint is of a new source goes unsaid."""
+    return [
+        f"{column} is not given: the average of {', '.join(levels)} is predicted, their spread "
+        "added."
+        for column, levels in fitted.categories.items()
+        if column not in _ABOUT_ORIGIN and (column not in result or result[column].isna().any())
+    ]
+
+
+def _text(value: Any) -> str:
+    """Format a number, text or flag; a null prints as a dash."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return number(value, 6)
 
 
 def _ratio(delta_loss: float) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from qscale.cli.console import console
+from qscale.errors import QscaleError
 
 
 def report(
@@ -31,7 +32,16 @@ def report(
     """
     from rich.markup import escape  # noqa: PLC0415
 
+    from qscale.fit import Fit  # noqa: PLC0415
+    from qscale.load import load_fitted  # noqa: PLC0415
     from qscale.report import write_report  # noqa: PLC0415
+
+    for name in fits:
+        if not isinstance(load_fitted(name), Fit):
+            raise QscaleError(
+                f"{name}: is a regression, and reports are of laws. Set it beside laws on held-out "
+                "rows with qscale compare --regressions."
+            )
 
     with console.status("Reading") as status:
 

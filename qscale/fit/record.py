@@ -125,8 +125,16 @@ class Fitted(Protocol):
         """Columns that must be given for a prediction."""
 
     @property
+    def categories(self) -> dict[str, tuple[str, ...]]:
+        """Columns of labels with the fitted ones; where one is absent or new, their average."""
+
+    @property
     def data(self) -> Data:
         """What it was fitted on."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know, in sentences."""
 
     def center(self, frame: pd.DataFrame) -> np.ndarray:
         """Prediction in the target's unit for the average group, shape (n,)."""

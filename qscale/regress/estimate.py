@@ -168,6 +168,7 @@ def regress(
         refits=() if kind in LINEAR else refits,
         effects=effects,
         typical=0.0,
+        median_error=float(np.median(np.abs(residuals))),
         data=_data(selection, (*inputs.columns_in(terms), *rows.columns), target, task, record),
         notes=(*notes, *said),
         versions={p: version(p) for p in ("qscale", "numpy", "scikit-learn", "statsmodels")},

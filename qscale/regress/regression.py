@@ -44,6 +44,8 @@ class Regression:
     typical
         Mean variance of a linear model itself over the fitted rows, which the scatter already
         holds; 0 for others.
+    median_error
+        Median |log error| of the fitted rows, each predicted by a model fitted without its cluster.
     data
         What it was fitted on.
     notes
@@ -58,6 +60,7 @@ class Regression:
     refits: tuple[Predictor, ...]
     effects: Effects
     typical: float
+    median_error: float
     data: Data
     notes: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
@@ -72,6 +75,11 @@ class Regression:
         """Columns that must be given; those of categories may be absent or hold a new level."""
         law = self.main.base.law.columns if self.main.base else ()
         return tuple(dict.fromkeys((*self.main.inputs.columns, *law)))
+
+    @property
+    def categories(self) -> dict[str, tuple[str, ...]]:
+        """Columns of categories with their fitted levels."""
+        return self.main.inputs.levels
 
     def parameters(self, level: float = 0.9) -> pd.DataFrame:
         """Return the coefficients of a linear kind with standard errors and intervals.

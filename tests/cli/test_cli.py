@@ -120,6 +120,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(data, capsys, arguments, messa
 def test_the_modelling_side_loads_without_torch_or_statsmodels() -> None:
     code = (
         "import sys, qscale, qscale.cli, qscale.table, qscale.datasets, qscale.fit, qscale.predict,"
+        "qscale.load, qscale.cli.predict, qscale.cli.regress,"
         "qscale.validate, qscale.laws, qscale.checkpoint\n"
         "heavy = {'torch', 'transformers', 'statsmodels', 'sklearn', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy"

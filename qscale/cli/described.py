@@ -1,0 +1,181 @@
+"""Rows to predict, from what flags and a checkpoint's folder say of a checkpoint."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from qscale.cli.console import pairs
+from qscale.errors import QscaleError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    import pandas as pd
+
+    from qscale.fit import Fit, Fitted
+    from qscale.regress import Regression
+
+LISTED = ("bits", "group_size", "method", "fmt")
+"""Flags that take several values, each of which is predicted."""
+
+FLAGS = ("n_params", "tokens", "lr_peak", "lr", "loss_fp", "family", "source")
+"""Flags of one value; every other column is given with ``--set``."""
+
+# What depends on the quantizer setting, so that one value cannot be of several.
+_OF_ONE_SETTING = (
+    "bits_per_weight", "quantization_noise", "sqnr_db", "quadratic_delta", "quadratic_delta_se",
+)  # fmt: skip
+
+
+def assigned(items: Sequence[str], fitted: Fitted) -> dict[str, Any]:
+    """Parse ``sqnr_db=21`` items as values of the kind that the column holds.
+
+    Raises
+    ------
+    QscaleError
+        Naming the item, if it has a flag of its own, is the target, names no column or holds a
+        value that the column cannot have.
+    """
+    import pandas as pd  # noqa: PLC0415
+
+    from qscale import table as tables  # noqa: PLC0415
+
+    values = {}
+    known = (*tables.COLUMNS, *fitted.columns, *fitted.categories)
+    for name, text in pairs(items, "--set").items():
+        if name in LISTED:
+            raise QscaleError(f"--set {name}: give --{name.replace('_', '-')} instead.")
+        if name == fitted.target:
+            raise QscaleError(f"--set {name}: this is what the fit predicts.")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            guess = f" Did you mean {close[0]!r}?" if close else ""
+            raise QscaleError(f"--set {name}: the fit and the table have no such column.{guess}")
+        checked = tables.check(pd.DataFrame({name: [text]}), f"--set {name}={text}")
+        values[name] = checked[name].iloc[0]
+        if name not in tables.COLUMNS and name in fitted.columns:
+            values[name] = _number(name, text)
+    return values
+
+
+def _number(name: str, text: str) -> float:
+    """Parse the value of a number that the table's schema does not know."""
+    try:
+        return float(text)
+    except ValueError:
+        raise QscaleError(f"--set {name}: must be a number. Got {text!r} instead.") from None
+
+
+def described(checkpoint: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Join what the folder says with the flags, which take precedence."""
+    known: dict[str, Any] = {}
+    if checkpoint is not None:
+        from qscale.checkpoint import describe  # noqa: PLC0415
+
+        description = describe(checkpoint)
+        known = {
+            # A sidecar's source is where the weights come from, not where a measurement does.
+            **{k: v for k, v in description.training.items() if k != "source"},
+            "n_params": description.n_params,
+            "n_params_total": description.n_params_total,
+        }
+    return known | {name: value for name, value in flags.items() if value is not None}
+
+
+def settings_of(
+    fitted: Fitted, known: Mapping[str, Any], settings: Mapping[str, Sequence[Any]]
+) -> pd.DataFrame:
+    """One row for each setting that the fit can tell apart.
+
+    Parameters
+    ----------
+    fitted
+        What predicts.
+    known
+        Values that all rows share.
+    settings
+        Values of `LISTED` columns; none where the flag was not given.
+
+    Raises
+    ------
+    QscaleError
+        If a column that the fit needs is not given, or one value is given for several settings.
+    """
+    import pandas as pd  # noqa: PLC0415
+
+    from qscale import table as tables  # noqa: PLC0415
+
+    _require(fitted, known, settings)
+    used = {*fitted.columns, *fitted.categories}
+    for name in ("method", "fmt"):
+        if len(settings[name]) > 1 and name not in used:
+            raise QscaleError(f"--{name}: the fit does not tell its values apart; give one.")
+    lists = {name: values if name in used else values[:1] for name, values in settings.items()}
+    lists = {name: values for name, values in lists.items() if values}
+    rows = [{**known, **dict(zip(lists, row, strict=True))}
+            for row in itertools.product(*lists.values())]  # fmt: skip
+    single = [name for name in _OF_ONE_SETTING if name in known and name in used]
+    if single and len(rows) > 1:
+        several = [f"--{n.replace('_', '-')}" for n, values in lists.items() if len(values) > 1]
+        raise QscaleError(
+            f"--set {single[0]}: it belongs to one quantizer setting; give one value of "
+            f"{' and '.join(several)}."
+        )
+    return tables.check(pd.DataFrame(rows), "prediction")
+
+
+def _require(
+    fitted: Fitted, known: Mapping[str, Any], settings: Mapping[str, Sequence[Any]]
+) -> None:
+    """Raise naming the first column that the fit needs and nobody gave, and how to give it."""
+    from qscale.checkpoint import TRAINING_COLUMNS  # noqa: PLC0415
+    from qscale.table import COLUMNS  # noqa: PLC0415
+
+    for column in fitted.columns:
+        if known.get(column) is not None or settings.get(column):
+            continue
+        meaning = f" ({COLUMNS[column].meaning.lower()})" if column in COLUMNS else ""
+        flag = column in LISTED or column in FLAGS
+        how = f"--{column.replace('_', '-')}" if flag else f"--set {column}=VALUE"
+        folder = ", or add it to the checkpoint's qscale.toml" * (column in TRAINING_COLUMNS)
+        raise QscaleError(f"the fit needs {column}{meaning}; give {how}{folder}.")
+    if "group_size" in fitted.columns and None in settings["group_size"]:
+        raise QscaleError("--group-size row cannot be used: the fit needs a number of elements.")
+
+
+def measured(
+    fitted: Fit | Regression,
+    known: Mapping[str, Any],
+    settings: Mapping[str, Sequence[Any]],
+    frame: pd.DataFrame,
+    path: Path,
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Read rows that were measured, and say in both tables that it is one checkpoint.
+
+    What the rows lack is taken from the flags, but for bits and group size.
+
+    Raises
+    ------
+    QscaleError
+        If the rows are of several checkpoints.
+    """
+    from qscale import table as tables  # noqa: PLC0415
+
+    rows = tables.read(path)
+    single = {name: settings[name][0] for name in ("method", "fmt") if len(settings[name]) == 1}
+    for column, value in {**known, **single}.items():
+        if column not in _OF_ONE_SETTING:
+            rows[column] = rows[column].fillna(value) if column in rows.columns else value
+    for term in fitted.effects.terms:
+        for column in term.columns:
+            if column in rows.columns and column not in frame.columns:
+                if len(rows[column].drop_duplicates()) > 1:
+                    raise QscaleError(
+                        f"--given {path}: column {column!r} has several values, but the rows must "
+                        "be of one checkpoint."
+                    )
+                frame = frame.assign(**{column: rows[column].iloc[0]})
+    return rows, frame

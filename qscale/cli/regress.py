@@ -1,0 +1,135 @@
+"""``qscale regress``: fit a regression beside the laws, judged on clusters it has not seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from qscale.cli.console import console, number, pairs, refuse_existing, table
+
+if TYPE_CHECKING:
+    from qscale.regress import Regression
+
+
+def regress(
+    data: str,
+    /,
+    *,
+    kind: str,
+    formula: str | None = None,
+    target: str = "delta_loss",
+    map_: Annotated[list[str] | None, Parameter(name="--map")] = None,
+    where: str | None = None,
+    cluster: str = "run",
+    law: str | None = None,
+    seed: int = 0,
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
+    force: bool = False,
+) -> None:
+    """Fit a regression of the log target, such as a random forest, to a measurement table.
+
+    It is refitted without each cluster, or each of up to twenty parts of them, and predicts the
+    rows left out: how far off it is there is printed, and is the width of its predictions.
+
+    Parameters
+    ----------
+    data
+        A .csv or .parquet table, or the name of a shipped dataset (see qscale datasets).
+    kind
+        Linear: ols, rlm (robust), mixedlm (a random intercept for each cluster) or quantreg
+        (median). Learned: forest, boosting or gp (a Gaussian process on what a law leaves over).
+    formula
+        Inputs, such as "log(n_params) + log(tokens) * method". Left out, all that the kind knows,
+        that vary and are known in nine of ten rows.
+    target
+        Column to predict.
+    map_
+        NAME=THEIRS reads the table's column THEIRS as NAME, such as tokens=D. May be repeated.
+    where
+        Rows to use, as a pandas query such as "method == 'gptq' and bits >= 3".
+    cluster
+        Column whose values mark rows with shared noise; there must be at least three.
+    law
+        Law under a gp (see qscale laws), ouyang if left out.
+    seed
+        Of forests, boosting and processes.
+    output
+        Write the regression to this file, for qscale predict.
+    force
+        Replace the output if it exists.
+    """
+    from qscale import datasets  # noqa: PLC0415
+    from qscale import table as tables  # noqa: PLC0415
+    from qscale.laws.user import resolve  # noqa: PLC0415
+    from qscale.regress import regress as fit_regression  # noqa: PLC0415
+
+    under = None if law is None else resolve(law, target)
+    refuse_existing(output, force)
+    mapping = pairs(map_ or [], "--map")
+    frame = tables.read(datasets.find(data), mapping)
+    with console.status("Refitting without a part of the clusters at a time"):
+        result = fit_regression(
+            frame,
+            kind=kind,
+            target=target,
+            formula=formula,
+            where=where,
+            cluster=cluster,
+            law=under,
+            seed=seed,
+            name=data,
+            mapping=mapping,
+        )
+    summary(result)
+    if output is not None:
+        result.save(output)
+        console.print(f"Written to {output}.")
+
+
+def summary(result: Regression) -> None:
+    """Print a regression: inputs, data, coefficients of a linear kind, errors on rows left out."""
+    from qscale.fit import explain  # noqa: PLC0415
+    from qscale.regress.models import LINEAR  # noqa: PLC0415
+
+    data, main = result.data, result.main
+    inputs = " + ".join(main.inputs.terms)
+    base = f", on what law {main.base.law.name} leaves over" if main.base else ""
+    console.print(f"\n{result.kind}: log({result.target}) ~ {inputs}{base}", markup=False)
+    console.print(
+        f"{data.rows} rows of {data.name} in {data.clusters} clusters ({data.cluster}). "
+        f"{explain(data.set_aside)}",
+        markup=False,
+    )
+    for column, levels in result.categories.items():
+        console.print(f"Values of {column}: {', '.join(levels)}.", markup=False)
+    if result.kind in LINEAR:
+        rows = [
+            (str(name), number(row.estimate), f"{number(row.low)} to {number(row.high)}")
+            for name, row in result.parameters().iterrows()
+        ]
+        console.print(table("", ("coefficient", "estimate", "90 % interval"), rows))
+        console.print(
+            "Intervals are Student's t with "
+            + ("the model's" if result.kind == "mixedlm" else "cluster-robust")
+            + " standard errors and one degree of freedom less than there are clusters."
+        )
+    console.print(_errors(result))
+    for sentence in result.notes:
+        console.print(f"Note: {sentence}", markup=False)
+
+
+def _errors(result: Regression) -> str:
+    """Say how far off rows were that were predicted without their cluster."""
+    effects = result.effects
+    spread = [
+        f"{number(float(variance) ** 0.5, 3)} between values of {term.text}"
+        for term, variance in zip(effects.terms, effects.variances, strict=True)
+    ]
+    rows = f"{number(effects.residual**0.5, 3)} between rows"
+    return (
+        f"Rows predicted without their {result.data.cluster}: median |log error| "
+        f"{number(result.median_error, 3)}; standard deviations in log: "
+        f"{', '.join([*spread, rows])}."
+    )
