@@ -27,6 +27,7 @@ from qscale import datasets
 from qscale.fit import Fit, fit
 from qscale.laws import get
 from qscale.predict import predict
+from qscale.select import exponents_within
 from qscale.validate import held_out, leave_one_out, paired, surprises
 
 if TYPE_CHECKING:
@@ -124,21 +125,11 @@ def peak_rates(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def tokens_exponents(table: pd.DataFrame) -> pd.DataFrame:
-    """Slope of log error in log tokens within each run, where 10e9 tokens have been seen.
+    """Slope of log error in log tokens within each run once 10e9 tokens have been seen.
 
-    Without the learning rate it mixes the tokens' own effect with that of the decay: high where a
-    cosine decays the rate all along, low where the rate is constant or the decay is complete.
+    The short final decays of the 160M runs are left out: tokens hardly move along them.
     """
-    kinds = {"stable": "constant rate", "end of cooldown": "after cooldown", "stage 1": "cosine"}
-    found = []
-    for keys, rows in table[table["tokens"] > 1e10].groupby(["run", "figure", "phase"]):
-        kind = next((k for start, k in kinds.items() if str(keys[2]).startswith(start)), None)
-        if kind is not None:
-            x, y = np.log(rows["tokens"]), np.log(rows[TARGET])
-            (slope, _), cov = np.polyfit(x, y, 1, cov=True)
-            found.append((*keys[:2], kind, len(rows), slope, float(np.sqrt(cov[0, 0]))))
-    names = ["run", "figure", "kind", "rows", "exponent", "se"]
-    return pd.DataFrame(found, columns=names).sort_values(["kind", "exponent"], ignore_index=True)
+    return exponents_within(table.query("tokens > 1e10 and phase != 'decay'"), TARGET)
 
 
 def draw(made: Transfer, exponents: pd.DataFrame, seen: dict[str, pd.DataFrame]) -> plt.Figure:
@@ -166,14 +157,16 @@ def _draw_transfer(axis: plt.Axes, made: Transfer) -> None:
 
 def _draw_exponents(axis: plt.Axes, exponents: pd.DataFrame) -> None:
     """Tokens exponent of each run, by what its learning rate did."""
-    colors = {"constant rate": "C0", "after cooldown": "C2", "cosine": "C3"}
+    colors = {"constant rate": "C0", "after decay": "C2", "while decaying": "C3"}
     for position, row in exponents.iterrows():
         axis.errorbar(row["exponent"], position, xerr=1.645 * row["se"], fmt="o", ms=4,
-                      color=colors[row["kind"]])  # fmt: skip
-    labels = exponents["run"].str.removeprefix("Pythia-160M-arch ").str.replace("lr_peak=", "160M ")
+                      color=colors[row["part"]])  # fmt: skip
+    labels = (
+        exponents["cluster"].str.removeprefix("Pythia-160M-arch ").str.replace("lr_peak=", "160M ")
+    )
     axis.set_yticks(range(len(exponents)), labels)
-    for kind, color in colors.items():
-        axis.plot([], [], "o", color=color, label=kind)
+    for part, color in colors.items():
+        axis.plot([], [], "o", color=color, label=part)
     axis.set(title="The tokens exponent depends on the schedule", xlim=(-0.05, 0.5),
              xlabel="exponent of tokens within the run, 90 % interval")  # fmt: skip
     axis.legend(frameon=False, loc="center right")

@@ -90,7 +90,9 @@ class Solution:
 
     def information(self, row: int) -> Array:
         """Gauss-Newton matrix ``J' W J`` where one row of the batch ended, shape (p, p)."""
-        return _normal_equations(self.problem, self.theta[[row]], self.weights[[row]])[0][0]
+        theta, weights = self.theta[[row]], self.weights[[row]]
+        residuals = self.problem.observed - self.problem.value(theta)
+        return _normal_equations(self.problem, theta, residuals, weights)[0][0]
 
 
 def huber(residuals: Array, delta: float) -> Array:
@@ -189,7 +191,7 @@ def _search_chunk(
 ) -> tuple[Array, Array, Array]:
     """Run damped Gauss-Newton on one chunk; rows drop out as they converge."""
     theta = starts.copy()
-    objective = _objective(problem, theta, weights)
+    residuals, objective = _objective(problem, theta, weights)
     decrement = np.full(len(theta), np.inf)
     pace = _Pace(theta.shape, problem.design is not None)
     active = np.isfinite(objective)
@@ -198,7 +200,7 @@ def _search_chunk(
         rows = np.flatnonzero(active)
         if not len(rows):
             break
-        normal, score = _normal_equations(problem, theta[rows], weights[rows])
+        normal, score = _normal_equations(problem, theta[rows], residuals[rows], weights[rows])
         finite = np.isfinite(normal).all(axis=(1, 2)) & np.isfinite(score).all(axis=1)
         active[rows[~finite]] = False
         rows, normal, score = rows[finite], normal[finite], score[finite]
@@ -216,14 +218,16 @@ def _search_chunk(
             continue
         step = damped_step(normal, score, free, pace.scaled_damping(rows, normal))
         trial = np.clip(theta[rows] + step, problem.low, problem.high)
-        trial_objective = _objective(problem, trial, weights[rows])
+        trial_residuals, trial_objective = _objective(problem, trial, weights[rows])
         gained = objective[rows] - trial_objective
         ratio = _gain_ratio(normal, score, trial - theta[rows], gained)
         # At the rounding of the objective the ratio means nothing.
         level = np.abs(gained) <= 1e-12 * objective[rows]
         better = (gained >= -1e-15 * objective[rows]) & (level | (ratio > _WORTHWHILE))
         moved = better & (gained > _STUCK * gain[still])
-        theta[rows[better]], objective[rows[better]] = trial[better], trial_objective[better]
+        taken = rows[better]
+        theta[taken], objective[taken] = trial[better], trial_objective[better]
+        residuals[taken] = trial_residuals[better]
         active[rows] = pace.judge(rows, better, ratio, moved)
     return theta, objective, decrement
 
@@ -234,18 +238,19 @@ def _gain_ratio(normal: Array, score: Array, move: Array, gained: Array) -> Arra
     return gained / np.maximum(np.abs(predicted), 1e-300)
 
 
-def _objective(problem: Problem, theta: Array, weights: Array) -> Array:
-    """Weighted sum of losses, shape (S,); overflow in a wild trial counts as infinite."""
+def _objective(problem: Problem, theta: Array, weights: Array) -> tuple[Array, Array]:
+    """Residuals (S, n) and the sum of losses (S,); overflow in a wild trial makes it infinite."""
     with np.errstate(over="ignore", invalid="ignore"):
         residuals = problem.observed - problem.value(theta)
         total = (weights * huber(residuals, problem.huber_delta)).sum(axis=1)
-    return np.where(np.isfinite(total), total, np.inf)
+    return residuals, np.where(np.isfinite(total), total, np.inf)
 
 
-def _normal_equations(problem: Problem, theta: Array, weights: Array) -> tuple[Array, Array]:
+def _normal_equations(
+    problem: Problem, theta: Array, residuals: Array, weights: Array
+) -> tuple[Array, Array]:
     """Return ``J' W J``, shape (S, p, p), and ``J' W r``, shape (S, p), W reweighted for Huber."""
     with np.errstate(over="ignore", invalid="ignore"):  # a wild trial; its row is given up
-        residuals = problem.observed - problem.value(theta)
         size = np.maximum(np.abs(residuals), 1e-300)
         reweighted = weights * np.minimum(1.0, problem.huber_delta / size)
         jacobian = np.broadcast_to(problem.gradient(theta), (*residuals.shape, theta.shape[1]))

@@ -39,16 +39,16 @@ class Product:
 
     def value(self, theta: Array, data: Columns) -> Array:
         """Sum of the factors, shape (S, n) or (S, 1) if no factor reads a column."""
-        total: Array = np.zeros((len(theta), 1))
-        for factor, slot in zip(self.factors, self.slots, strict=True):
-            total = total + factor.value(theta[:, slot], data)
-        return total
+        parts = [f.value(theta[:, s], data) for f, s in zip(self.factors, self.slots, strict=True)]
+        return sum(parts[1:], parts[0]) if parts else np.zeros((len(theta), 1))
 
     def gradient(self, theta: Array, data: Columns) -> Array:
         """Gradient of `value` in the distinct parameters, shape (S, n, p)."""
         parts = [
             f.gradient(theta[:, s], data) for f, s in zip(self.factors, self.slots, strict=True)
         ]
+        if len(parts) == 1:
+            return parts[0]
         rows = max((part.shape[1] for part in parts), default=1)
         total = np.zeros((len(theta), rows, theta.shape[1]))
         for part, slot in zip(parts, self.slots, strict=True):
@@ -104,7 +104,11 @@ def total(*terms: Sequence[Factor], levels_needed: Mapping[str, int] | None = No
         share /= share.sum(axis=0)
         result = np.zeros((*share.shape[1:], theta.shape[1]))
         for part, term, slot in zip(share, products, slots, strict=True):
-            result[:, :, slot] += part[:, :, None] * term.gradient(theta[:, slot], data)
+            # Where a term is linear its gradient is the same for every parameter vector.
+            rows = theta[:1] if all(factor.linear for factor in term.factors) else theta
+            slopes = term.gradient(rows[:, slot], data)
+            for i, place in enumerate(slot):
+                result[:, :, place] += part * slopes[:, :, i]
         return result
 
     return Factor(

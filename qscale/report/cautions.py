@@ -10,7 +10,8 @@ import numpy as np
 import pandas as pd
 from scipy.stats import spearmanr
 
-from qscale.fit import STATUS_MEANING
+from qscale.fit import FEW_CLUSTERS, STATUS_MEANING
+from qscale.laws.compose import product
 from qscale.report.evidence import LARGEST, LEAVE_ONE_OUT, published
 from qscale.report.words import listed, number, percent, plural, times
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from qscale.report.evidence import Evidence, Summaries
 
-FEW_CLUSTERS = 10
 LARGE_SHARE = 0.2
 COVERAGE_GAP = {50: 0.2, 90: 0.1}
 TREND = 0.3
@@ -97,18 +97,35 @@ def lonely_start(evidence: Evidence) -> str | None:
 
 def few_clusters(evidence: Evidence) -> str | None:
     """Warn that too few clusters were resampled."""
-    data = evidence.fit.data
-    if data.clusters >= FEW_CLUSTERS:
+    data, interval = evidence.fit.data, evidence.fit.interval
+    if data.clusters >= FEW_CLUSTERS[interval]:
         return None
     return (
-        f"Only {plural(data.clusters, 'cluster')} ({data.cluster}): percentile intervals from a "
-        f"bootstrap of fewer than {FEW_CLUSTERS} clusters are too narrow."
+        f"Only {plural(data.clusters, 'cluster')} ({data.cluster}): {interval} intervals from "
+        f"fewer than {FEW_CLUSTERS[interval]} clusters are too narrow."
+    )
+
+
+def notes(evidence: Evidence) -> str | None:
+    """Pass on what the fit noted."""
+    return " ".join(evidence.fit.search.notes) or None
+
+
+def censored(evidence: Evidence) -> str | None:
+    """Say how many rows took part only as bounds."""
+    if not evidence.censored:
+        return None
+    return (
+        f"{plural(evidence.censored, 'row')} under the noise floor or over the ceiling took part "
+        "as bounds only; figures leave them out."
     )
 
 
 def lost_refits(evidence: Evidence) -> str | None:
     """Warn that bootstrap refits are missing."""
     search = evidence.fit.search
+    if evidence.fit.interval != "bootstrap":
+        return None
     if search.boots_converged < 20:
         return (
             f"There are no intervals: {search.boots_converged} converged bootstrap refits, and at "
@@ -270,13 +287,12 @@ def _exponents(evidence: Evidence) -> set[str]:
 def large_offsets(evidence: Evidence) -> str | None:
     """Warn that offsets differ by more than an effect of the law over its whole range."""
     spans: dict[str, float] = {}
-    start = 0
-    for factor in evidence.fit.law.factors:
-        theta = evidence.fit.theta[None, start : start + len(factor.parameters)]
-        start += len(factor.parameters)
+    factors = evidence.fit.law.factors
+    for factor, slot in zip(factors, product(factors).slots, strict=True):
         if factor.columns:
             data = {column: evidence.rows[column].to_numpy() for column in factor.columns}
-            spans[listed(factor.columns)] = float(np.ptp(factor.value(theta, data)))
+            values = factor.value(evidence.fit.theta[None, slot], data)
+            spans[listed(factor.columns)] = float(np.ptp(values))
     columns = [f.options["column"] for f in evidence.fit.law.factors if f.kind == "offset"]
     if not columns:
         return None
@@ -316,9 +332,11 @@ CHECKS: tuple[Callable[[Evidence], str | None], ...] = (
     bound_hit,
     not_identified,
     lonely_start,
+    notes,
     few_clusters,
     lost_refits,
     set_aside,
+    censored,
     no_logarithm,
     chosen_by_outcome,
     trend,

@@ -8,15 +8,16 @@ import numpy as np
 import pandas as pd
 
 from qscale import datasets
-from qscale.fit import explain
+from qscale.fit import INTERVAL_MEANING, explain
 from qscale.predict import predict
-from qscale.report import figures, words
+from qscale.report import checks, figures, words
 from qscale.report.blocks import Bullets, Code, Figures, Heading, Table, Text
 from qscale.report.cautions import cautions, trends
 from qscale.report.comparison import comparison, held_out_scores
 from qscale.report.evidence import published
 from qscale.report.svg import drawn
 from qscale.report.tables import count, number
+from qscale.select import exponents_within
 from qscale.table import COLUMNS
 
 if TYPE_CHECKING:
@@ -25,9 +26,13 @@ if TYPE_CHECKING:
     from qscale.report.blocks import Block, Figure
     from qscale.report.evidence import Evidence, Group
 
+SURPRISING = 0.1
 QUESTION = "How much will quantization cost, and how sure are we?"
 METHODS = (
+    "Restricted maximum likelihood: Patterson and Thompson, Biometrika 58 (1971).",
+    "Degrees of freedom: Satterthwaite, Biometrics Bulletin 2 (1946).",
     "Cluster bootstrap: Cameron, Gelbach and Miller, Review of Economics and Statistics 90 (2008).",
+    "Cluster-robust covariance: Bell and McCaffrey, Survey Methodology 28 (2002).",
     "Huber loss, 95 % efficient at 1.345 sigma: Huber, Robust Statistics (1981), section 4.5.",
 )
 
@@ -75,6 +80,7 @@ def _fit(evidence: Evidence, group: Group, name: str) -> list[Block]:
         warning,
         *_law(evidence, name),
         *_parameters(evidence),
+        *_sensitivity(evidence),
         Heading("What it predicts in the middle of the rows", 3),
         _predictions(evidence),
         *_data(evidence),
@@ -88,6 +94,8 @@ def _fit(evidence: Evidence, group: Group, name: str) -> list[Block]:
             "residuals were found to move with. Above one, the law predicts too little."
         ),
         Figures(_residuals(evidence, name)),
+        *_surprising(evidence),
+        *_exponents(evidence, name),
     ]
 
 
@@ -118,18 +126,85 @@ def _parameters(evidence: Evidence) -> list[Block]:
         table[heading] = table.index.map(each.values)
     held = list(fit.data.options.get("fixed", {}))
     caption = (
-        f"Estimates on the natural scale, with standard errors and percentile intervals from "
-        f"{fit.search.boots_converged} bootstrap refits over {fit.data.clusters} clusters "
-        f"({fit.data.cluster})."
+        f"Estimates on the natural scale, with standard errors. {INTERVAL_MEANING[fit.interval]} "
+        f"{words.plural(fit.data.clusters, 'cluster')} ({fit.data.cluster})."
     )
     if held:
         caption += f" Held, not estimated: {words.listed(held)}."
     found: list[Block] = [Heading("Parameters", 3), Table(table, caption)]
-    found += [Text(sentence) for sentence in words.multipliers(fit)]
+    found += [Text(sentence) for sentence in (words.scatter(fit), *words.multipliers(fit))]
     if constants:
         lines = (f"Published for {p.setting}: {p.source} ({p.verified})." for p in constants)
         found.append(Bullets(tuple(lines)))
     return found
+
+
+def _sensitivity(evidence: Evidence) -> list[Block]:
+    """Tabulate the estimates under other losses."""
+    caption = (
+        "The same rows under other likelihoods of residuals. Where a row of this table moves by "
+        "more than its standard error, single rows decide."
+    )
+    heading = Heading("Sensitivity to the loss", 3)
+    return [heading, Table(checks.sensitivity(evidence), caption)]
+
+
+def _surprising(evidence: Evidence) -> list[Block]:
+    """Tabulate the runs that the others predict worst."""
+    table = checks.surprising(evidence)
+    if table is None:
+        return []
+    shown = table.head(8).set_index("cluster").rename_axis(evidence.fit.data.cluster)
+    worst = table.iloc[0]
+    text = f"Each {evidence.fit.data.cluster} against a fit of all others. " + (
+        f"{worst['cluster']} lies {number(abs(worst['z']), 2)} standard deviations "
+        f"{'above' if worst['z'] > 0 else 'below'} what they predict, which chance alone would do "
+        f"with probability {number(worst['p_holm'], 2)} for any of them: check how it was recorded."
+        if worst["p_holm"] < SURPRISING
+        else "None lies further from what they predict than chance allows."
+    )
+    caption = (
+        "log_ratio: mean log of observed over predicted; sd: what the fit expects of it; p_holm: "
+        "adjusted for the number of rows of this table before it was cut to eight."
+    )
+    return [
+        Heading("Runs that the others do not predict", 3),
+        Text(text),
+        Table(shown, caption),
+    ]
+
+
+def _exponents(evidence: Evidence, name: str) -> list[Block]:
+    """Show the tokens exponent run by run where runs have several checkpoints."""
+    fit = evidence.fit
+    power = [f for f in evidence.law.factors if f.kind == "power" and f.columns == ("tokens",)]
+    if not power or fit.data.cluster not in evidence.rows.columns:
+        return []
+    table = exponents_within(evidence.rows, fit.target, cluster=fit.data.cluster)
+    if len(table) < 2:
+        return []
+    parts = table.groupby("part", sort=False)["exponent"].agg(["median", "size"])
+    listed = words.listed(
+        [f"{number(row['median'], 2)} {part} ({row['size']:.0f})" for part, row in parts.iterrows()]
+    )
+    estimate = fit.values[power[0].parameters[0].name]
+    rate = {"lr", "lr_peak"} & set(evidence.law.columns)
+    text = (
+        f"Median exponent of tokens within runs: {listed}. The law's own is {number(estimate, 2)}. "
+        + (
+            "The law has the learning rate, and its exponent of tokens is at a given rate."
+            if rate
+            else "The law does not have the learning rate: where the rate decays along a run, its "
+            "exponent of tokens also stands for the decay and will not hold under another schedule."
+        )
+    )
+    figure = drawn(
+        figures.run_exponents(table, estimate),
+        name=f"{name}-exponents",
+        alt=f"Exponent of tokens within {len(table)} parts of runs. {text}",
+        caption="Bars: 90 % intervals that take rows as independent.",
+    )
+    return [Heading("Tokens and the schedule", 3), Text(text), Figures((figure,))]
 
 
 def _predictions(evidence: Evidence) -> Table:

@@ -49,15 +49,17 @@ class Evidence:
     table
         The whole measurement table.
     rows
-        The usable rows.
+        The usable rows, without those that are censored.
     row_numbers
         Position of each usable row in the table, shape (n,).
     clusters
         Integer cluster of each usable row, shape (n,).
     residuals
         Log of observed over predicted target, shape (n,).
+    censored
+        Number of usable rows known only to lie under their noise floor or over the ceiling.
     refitted
-        The same fit made again from the table, without a bootstrap.
+        The same fit made again from the table, with intervals of the model.
     """
 
     label: str
@@ -68,6 +70,7 @@ class Evidence:
     row_numbers: np.ndarray
     clusters: np.ndarray
     residuals: np.ndarray
+    censored: int
     refitted: Fit
 
 
@@ -142,14 +145,20 @@ def fit_options(fit: Fit) -> dict[str, Any]:
         "offset": tuple(options.get("offset", ())),
         "fixed": dict(options.get("fixed", {})),
         "cluster": fit.data.cluster,
+        "random": options.get("random"),
+        "likelihood": options.get("likelihood", "huber"),
         "huber_delta": options.get("huber_delta"),
+        "floor": options.get("floor"),
+        "ceiling": options.get("ceiling"),
+        "interval": fit.interval,
         "seed": options.get("seed", 0),
     }
 
 
 def predicted(fit: Fit, rows: pd.DataFrame) -> np.ndarray:
     """Return the law at its estimates for usable rows, shape (n,), in the target's unit."""
-    return np.exp(fit.law.location(fit.theta[None], columns_of(fit.law, rows))[0])
+    location = fit.law.location(fit.theta[None], columns_of(fit.law, rows))[0]
+    return fit.law.unlinked(np.broadcast_to(location, len(rows)))
 
 
 def gather(label: str, fit: Fit, table: pd.DataFrame) -> Evidence:
@@ -163,11 +172,13 @@ def gather(label: str, fit: Fit, table: pd.DataFrame) -> Evidence:
     options = fit_options(fit)
     law = without_offsets(fit.law)
     name = fit.data.name
-    refitted = fit_law(table, law, **options, n_boot=0, name=name)
+    refitted = fit_law(table, law, **{**options, "interval": "model"}, name=name)
     filled = {column: table[column].fillna("unknown") for column in options["offset"]}
     numbered = table.assign(**filled, **{_ROW: np.arange(len(table))})
-    selection = select(numbered, law, where=options["where"], cluster=options["cluster"], name=name)
-    rows = selection.frame
+    chosen = {key: options[key] for key in ("where", "cluster", "floor", "ceiling")}
+    selection = select(numbered, law, **chosen, name=name)
+    measured = selection.censored == 0
+    rows = selection.frame[measured].reset_index(drop=True)
     return Evidence(
         label=label,
         fit=fit,
@@ -175,8 +186,9 @@ def gather(label: str, fit: Fit, table: pd.DataFrame) -> Evidence:
         table=table,
         rows=rows.drop(columns=_ROW),
         row_numbers=rows[_ROW].to_numpy(),
-        clusters=selection.clusters,
-        residuals=np.log(rows[law.target].to_numpy() / predicted(fit, rows)),
+        clusters=selection.clusters[measured],
+        residuals=selection.observed[measured] - law.linked(predicted(fit, rows)),
+        censored=int((~measured).sum()),
         refitted=refitted,
     )
 

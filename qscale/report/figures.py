@@ -248,6 +248,38 @@ def binned_median(
 
 
 @_styled
+def run_exponents(table: pd.DataFrame, estimate: float, *, ax: Axes | None = None) -> Axes:
+    """Draw the tokens exponent of each run, by the part of its learning-rate schedule.
+
+    Parameters
+    ----------
+    table
+        As `qscale.select.exponents_within` returns it.
+    estimate
+        The fit's own exponent, drawn as a line.
+    ax
+        Axes to draw on; new ones by default.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        One point a run and setting, with 90 % intervals that take rows as independent.
+    """
+    ax = _axes(ax, 5.2, 1.2 + 0.2 * len(table))
+    for i, (part, group) in enumerate(table.groupby("part", sort=False)):
+        bar: dict[str, Any] = {"fmt": MARKERS[i], "ms": 4.5, "color": COLOURS[i], "lw": 1.2}
+        ax.errorbar(group["exponent"], group.index, xerr=1.645 * group["se"], label=part, **bar)
+    ax.axvline(estimate, color=INK, lw=0.9, label="the fit")
+    ax.set_yticks(range(len(table)), [_short(name, 34) for name in table["cluster"]])
+    for text in ax.get_yticklabels():
+        text.set_parse_math(False)
+    ax.set_ylim(len(table) - 0.4, -0.6)
+    ax.set_xlabel("exponent of tokens within the run")
+    _legend_above(ax)
+    return ax
+
+
+@_styled
 def held_out_error(scores: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Draw the typical error on each held-out split, one marker a fit.
 

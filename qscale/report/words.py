@@ -222,19 +222,42 @@ def _sureness(label: str, held_out: HeldOut, summary: Summaries) -> str:
 
 def status(fit: Fit) -> str:
     """Say how the minimum was found and what its status means."""
-    search = fit.search
-    given = fit.data.options.get("huber_delta") is not None
-    origin = "given" if given else "1.345 robust standard deviations of the residuals"
+    search, options = fit.search, fit.data.options
     detail = "" if search.status == "converged" else f" {search.detail}."
-    return (
-        f"Status {search.status}:{detail} {STATUS_MEANING[search.status]} "
-        f"{search.agreeing} of {plural(search.starts, 'start')} ended at the best objective, a sum "
-        f"of log-Huber losses of {number(search.objective)} with delta "
-        f"{number(search.huber_delta)} ({origin}). The condition number of the information "
-        f"matrix, scaled to unit diagonal, is {number(search.condition_number, 2)}. "
-        f"{search.boots_converged:,} of {plural(search.boots, 'bootstrap refit')} converged; "
-        f"each resamples whole clusters ({fit.data.cluster})."
+    starts = (
+        "The problem is convex, so that one start finds its minimum."
+        if fit.law.linear
+        else f"{search.agreeing} of {plural(search.starts, 'start')} ended at the best objective."
     )
+    delta = "given" if options.get("huber_delta") is not None else "1.345 robust deviations"
+    loss = {
+        "huber": f"Huber's, turning linear at {number(search.huber_delta)} ({delta})",
+        "gaussian": "Gaussian",
+        "student_t": "Student's t with 4 degrees of freedom",
+    }[options.get("likelihood", "huber")]
+    refits = (
+        f" {search.boots_converged:,} of {plural(search.boots, 'bootstrap refit')} converged; each "
+        f"resamples whole clusters ({fit.data.cluster})."
+        if fit.interval == "bootstrap"
+        else ""
+    )
+    return (
+        f"Status {search.status}:{detail} {STATUS_MEANING[search.status]} {starts} The likelihood "
+        f"of residuals is {loss}. The condition number of the information matrix, scaled to unit "
+        f"diagonal, is {number(search.condition_number, 2)}.{refits}"
+    )
+
+
+def scatter(fit: Fit) -> str:
+    """Say how far groups and rows scatter around the law."""
+    effects = fit.effects
+    parts = [
+        f"{number(float(variance) ** 0.5, 3)} between values of {term.text}"
+        for term, variance in zip(effects.terms, effects.variances, strict=True)
+    ]
+    unit = " of log residuals" if fit.law.link == "log" else ""
+    rows = f"{number(effects.residual**0.5, 3)} between rows"
+    return f"Standard deviations{unit}: {listed([*parts, rows])}."
 
 
 def multipliers(fit: Fit) -> list[str]:
@@ -273,16 +296,29 @@ def command(evidence: Evidence) -> str:
     for name, value in options.get("fixed", {}).items():
         parts += ["--fix", f"{name}={float(value)!r}"]
     parts += ["--cluster", fit.data.cluster]
-    if options.get("huber_delta") is not None:
-        parts += ["--huber-delta", repr(float(options["huber_delta"]))]
-    parts += ["--boots", str(fit.search.boots), "--seed", str(options.get("seed", 0))]
+    random = options.get("random")
+    for term in () if random is None else random or ["none"]:
+        parts += ["--random", term]
+    if options.get("likelihood", "huber") != "huber":
+        parts += ["--likelihood", options["likelihood"]]
+    for name in ("huber_delta", "floor", "ceiling"):
+        value = 0.0 if name == "floor" and options.get(name) is None else options.get(name)
+        if value is not None and (name, value) != ("floor", 2.0):
+            parts += [f"--{name.replace('_', '-')}", repr(float(value))]
+    parts += ["--interval", fit.interval]
+    if fit.interval == "bootstrap":
+        parts += ["--boots", str(options.get("n_boot", 0)), "--seed", str(options.get("seed", 0))]
     return shlex.join([*parts, "--output", "fit.json"])
 
 
 def _python(evidence: Evidence) -> str:
     """Return Python that makes a fit of a law of the user's own again."""
     fit, mapping = evidence.fit, evidence.fit.data.options.get("mapping", {})
-    options = {**fit_options(fit), "n_boot": fit.search.boots, "name": fit.data.name}
+    options = {
+        **fit_options(fit),
+        "n_boot": fit.data.options.get("n_boot", 0),
+        "name": fit.data.name,
+    }
     options["mapping"] = mapping
     arguments = "".join(f"    {name}={value!r},\n" for name, value in options.items())
     return (
