@@ -188,7 +188,9 @@ def compare_bootstrap() -> None:
     )
     for lean, words in ((False, "with the law's functions"), (True, "with the design precomputed")):
         samples = [np.repeat(np.arange(600), row.astype(int)) for row in weights[:LOOPED]]
-        theirs, fits = timed(lambda lean=lean: [refit(problem, start, s, lean) for s in samples])
+        theirs, fits = timed(
+            lambda lean=lean, samples=samples: [refit(problem, start, s, lean) for s in samples]
+        )
         theirs *= len(weights) / LOOPED
         apart = np.abs(np.array(fits) - solution.theta[:LOOPED]).max(axis=0) / solution.theta.std(
             axis=0

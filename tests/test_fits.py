@@ -49,7 +49,7 @@ def test_learning_rate_factors_explain_what_tokens_and_size_do_not() -> None:
     assert with_rate.data.rows == without.data.rows
     assert with_rate.values["beta"] < 0.15
     assert without.values["beta"] > 0.25
-    spread = [np.std(f.scatter.within) for f in (with_rate, without)]
+    spread = [f.effects.residual**0.5 for f in (with_rate, without)]
     assert spread[0] < 0.5 * spread[1]
 
 

@@ -37,6 +37,8 @@ def number(value: object, digits: int = 4) -> str:
     if isinstance(value, Integral):
         return f"{int(value):,}"
     value = float(value)
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
     if value == 0 or 1e-3 <= abs(value) < 10**digits:
         return f"{value:.{digits}g}"
     mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
