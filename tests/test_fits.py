@@ -48,7 +48,7 @@ def test_learning_rate_factors_explain_what_tokens_and_size_do_not() -> None:
     with_rate, without = find("learning_rate_gptq_lr_anneal"), find("learning_rate_gptq_ouyang")
     assert with_rate.data.rows == without.data.rows
     assert with_rate.values["beta"] < 0.15
-    assert without.values["beta"] > 0.25
+    assert without.values["beta"] > 1.5 * with_rate.values["beta"]
     spread = [f.effects.residual**0.5 for f in (with_rate, without)]
     assert spread[0] < 0.5 * spread[1]
 
