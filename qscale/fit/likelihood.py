@@ -24,6 +24,7 @@ Family = Literal["gaussian", "student_t", "huber"]
 
 STUDENT_DOF = 4.0
 HUBER_EFFICIENT = 1.345  # times sigma: 95 % efficient for Gaussian errors (Huber 1981, section 4.5)
+_FAINT = 1e-6
 _NODES, _NODE_WEIGHTS = np.polynomial.hermite_e.hermegauss(21)
 _LOG_NODE_WEIGHTS = np.log(_NODE_WEIGHTS) - 0.5 * np.log(2 * np.pi)
 
@@ -73,6 +74,16 @@ class Rows:
                     self.observed[mask], eta[mask], sigma, self.noise[mask]
                 )
         return log_p, score, weight
+
+    def curvature(self, weight: Array, sigma: float) -> Array:
+        """Return weights for Newton's steps, shape (n,), from the secant ones of `evaluate`.
+
+        Beyond delta Huber's loss has no curvature; a faint one keeps the equations solvable.
+        """
+        if self.family != "huber":
+            return weight
+        beyond = (weight < (1 - 1e-9) / sigma**2) & (self.censored == 0) & (self.noise <= 0)
+        return np.where(beyond, _FAINT * weight, weight)
 
     def information(self, weight: Array, sigma: float) -> Array:
         """Return each row's information on the law, shape (n,).

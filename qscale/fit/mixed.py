@@ -13,22 +13,21 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy import sparse
-from scipy.linalg import cho_factor, cho_solve
 from scipy.optimize import OptimizeResult, minimize
-from scipy.sparse.linalg import splu
+
+from qscale.fit.normal import DENSE_EFFECTS, Normal, Scaled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from scipy import sparse
 
     from qscale.fit.likelihood import Rows
 
     Array = np.ndarray
 
-DENSE_EFFECTS = 800  # up to here the joint covariance of the effects is kept
-_DENSE_ELEMENTS = 300_000
 _INNER_TOLERANCE = 1e-14
-_RIDGE, _WIDE_RIDGE = 1e-15, 1e-12  # keep exactly collinear parameters solvable
+_NEAR = 1e-2  # decrement over the log likelihood from which few rows still pass delta
 _POLISHED = 1e-20  # leaves parameters within 1e-10 of a standard error
 
 
@@ -142,14 +141,22 @@ def estimate(model: Model, theta: Array, sigma: float) -> Components:
         return mode.criterion
 
     low, high = np.log(sigma) - 12.0, np.log(sigma) + 6.0
-    bounds = [(low, high)] + [(0.0, 1e3)] * terms
+    # The criterion's curvature is of the order of one in these units, whatever the number of rows.
+    unit = 2.0 * np.sqrt([1 + len(model.rows.observed), *model.sizes])
+    bounds = np.array([(low, high)] + [(0.0, 1e3)] * terms) * unit[:, None]
 
     def search(ratio: float, shrink: float) -> OptimizeResult:
-        start = np.array([np.log(sigma) - shrink, *[ratio] * terms])
-        options: Any = {"ftol": 1e-14, "gtol": 1e-6 * (1 + len(model.rows.observed)) ** 0.5}
-        return minimize(
-            criterion, start, method="L-BFGS-B", jac="3-point", bounds=bounds, options=options
+        start = np.array([np.log(sigma) - shrink, *[ratio] * terms]) * unit
+        found = minimize(
+            lambda point: criterion(point / unit),
+            start,
+            method="L-BFGS-B",
+            jac="3-point",
+            bounds=bounds,
+            options={"ftol": 1e-14, "gtol": 1e-6},
         )
+        found.x = found.x / unit
+        return found
 
     plain = not terms and model.rows.plain
     best = _closed_form(model, theta, sigma, warm) if plain else search(1.0, 0.5 if terms else 0.0)
@@ -210,20 +217,23 @@ def find_mode(
     tolerance
         Newton decrement at which to stop, relative to one plus the size of the log likelihood.
     """
-    design = _scaled_effects(model, scales)
+    design = Scaled(model.effects, model.sizes, scales[1:])
     state = _evaluate(model, scales, design, theta, scaled)
+    newton = True
     for _ in range(100):
         log_p, score, weight = state
         x = model.gradient(theta)
         pull = x.T @ score
         free = _free(model, theta, pull)
-        normal = _Normal(x[:, free], design, weight)
-        right = np.concatenate([pull[free], design.T @ score - scaled])
+        if newton:
+            weight = model.rows.curvature(weight, scales[0])
+        normal = Normal(x if free.all() else x[:, free], design, weight)
+        right = np.concatenate([pull[free], design.z.T @ score - scaled])
         step = normal.solve(right)
         decrement = float(right @ step)
         if decrement <= tolerance * (1.0 + abs(log_p)):
             break
-        for damping in 0.5 ** np.arange(12):
+        for damping in 0.5 ** np.arange(3 if newton else 12):
             move = damping * step
             trial = theta.copy()
             trial[free] += move[: free.sum()]
@@ -232,31 +242,29 @@ def find_mode(
             found = _evaluate(model, scales, design, trial, trial_scaled)
             if found[0] >= log_p - 1e-12 * abs(log_p):
                 break
+        else:
+            if newton:  # many rows would pass delta: the secant weights bring them nearer first
+                newton = False
+                continue
+        newton = decrement < _NEAR * (1.0 + abs(log_p))
         theta, scaled, state = trial, trial_scaled, found
     log_p, score, weight = state
     weight = model.rows.information(weight, scales[0])
     x = model.gradient(theta)
     free = _free(model, theta, x.T @ score)
-    normal = _Normal(x[:, free], design, weight)
+    normal = Normal(x if free.all() else x[:, free], design, weight)
     return Mode(theta, scaled, -2.0 * log_p + normal.log_determinant(), score, weight, free)
 
 
 def _evaluate(
-    model: Model, scales: Array, design: Array | sparse.csr_array, theta: Array, scaled: Array
+    model: Model, scales: Array, design: Scaled, theta: Array, scaled: Array
 ) -> tuple[float, Array, Array]:
     """Penalised log likelihood and the rows' scores and weights."""
     with np.errstate(over="ignore", invalid="ignore"):  # a wild trial
-        log_p, score, weight = model.rows.evaluate(model.value(theta) + design @ scaled, scales[0])
+        eta = model.value(theta) + design.z @ scaled
+        log_p, score, weight = model.rows.evaluate(eta, scales[0])
     total = float(log_p.sum() - 0.5 * scaled @ scaled)
     return (total if np.isfinite(total) else -np.inf), score, weight
-
-
-def _scaled_effects(model: Model, scales: Array) -> Array | sparse.csr_array:
-    """Design of the effects in units of their standard deviation; dense where that is faster."""
-    deviations = np.repeat(scales[1:], model.sizes)
-    if model.effects.shape[0] * model.effects.shape[1] <= _DENSE_ELEMENTS:
-        return model.effects.toarray() * deviations
-    return sparse.csr_array(model.effects @ sparse.diags_array(deviations))
 
 
 def _free(model: Model, theta: Array, pull: Array) -> Array:
@@ -266,64 +274,12 @@ def _free(model: Model, theta: Array, pull: Array) -> Array:
     return ~(at_low | at_high | (model.low >= model.high))
 
 
-class _Normal:
-    """Normal equations of parameters and scaled effects, dense for few effects, else sparse."""
-
-    def __init__(self, x: Array, design: Array | sparse.csr_array, weight: Array) -> None:
-        q = design.shape[1]
-        if isinstance(design, np.ndarray):
-            weighted = design * weight[:, None]
-            effects: Any = weighted.T @ design + np.eye(q)
-        else:
-            weighted = design.multiply(weight[:, None]).tocsr()
-            effects = weighted.T @ design + sparse.eye_array(q)
-        cross = weighted.T @ x
-        fixed = x.T @ (x * weight[:, None])
-        self.unit = 1.0 / np.sqrt(np.maximum(np.diag(fixed), 1e-300))
-        self.p = x.shape[1]
-        fixed = fixed * np.outer(self.unit, self.unit) + _RIDGE * np.eye(self.p)
-        cross = cross * self.unit
-        self.dense = q <= DENSE_EFFECTS
-        self.factor: Any
-        if self.dense:
-            effects = effects if isinstance(effects, np.ndarray) else effects.toarray()
-            whole = np.block([[fixed, cross.T], [cross, effects]])
-            try:
-                self.factor = cho_factor(whole, lower=True)
-            except np.linalg.LinAlgError:
-                whole[range(self.p), range(self.p)] += _WIDE_RIDGE
-                self.factor = cho_factor(whole, lower=True)
-        else:
-            blocks = sparse.block_array([[effects, sparse.csc_array(cross)], [cross.T, fixed]])
-            self.factor = splu(sparse.csc_array(blocks))
-
-    def solve(self, right: Array) -> Array:
-        """Solve for parameters, then effects; ``right`` has shape (p + q,) or (p + q, m)."""
-        unit = np.concatenate([self.unit, np.ones(len(right) - self.p)])
-        scaled = (right.T * unit).T
-        if self.dense:
-            solution = cho_solve(self.factor, scaled)
-        else:
-            rolled = self.factor.solve(np.roll(scaled, -self.p, axis=0))
-            solution = np.roll(rolled, self.p, axis=0)
-        return (solution.T * unit).T
-
-    def log_determinant(self) -> float:
-        """Log determinant of the normal matrix in the parameters' own units."""
-        if self.dense:
-            half = np.log(np.diag(self.factor[0])).sum()
-            return float(2 * half - 2 * np.log(self.unit).sum())
-        diagonal = np.abs(self.factor.U.diagonal())
-        return float(np.log(diagonal).sum() - 2 * np.log(self.unit).sum())
-
-
 def covariance(model: Model, scales: Array, mode: Mode) -> Array:
     """Joint covariance of parameters and effects; see `Components`."""
     p, q = len(mode.theta), len(mode.scaled)
     free = np.flatnonzero(mode.free)
-    normal = _Normal(
-        model.gradient(mode.theta)[:, free], _scaled_effects(model, scales), mode.weight
-    )
+    effects = Scaled(model.effects, model.sizes, scales[1:])
+    normal = Normal(model.gradient(mode.theta)[:, free], effects, mode.weight)
     keep = q if q <= DENSE_EFFECTS else 0
     right = np.zeros((len(free) + q, len(free) + keep))
     right[: len(free) + keep] = np.eye(len(free) + keep)
