@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray
 
+_CHUNK_ELEMENTS = 10_000_000  # of the rows' joint design, dense at 80 MB a time
 Kind = Literal["mean", "new_checkpoint"]
 
 
@@ -132,9 +133,12 @@ def predictive(
         ``mean`` is the law plus known effects; ``new_checkpoint`` adds the variance of unknown
         levels and of the row itself.
     """
-    z = effects.known(frame)
-    both = np.concatenate([x, z], axis=1)
-    variance = np.einsum("ni,ij,nj->n", both, effects.cov, both)
+    z = design(effects.terms, frame)
+    chunk = max(1, _CHUNK_ELEMENTS // len(effects.cov))
+    variance = np.empty(len(x))
+    for part in (slice(i, i + chunk) for i in range(0, len(x), chunk)):
+        both = np.concatenate([x[part], z[part].toarray()], axis=1)
+        variance[part] = ((both @ effects.cov) * both).sum(axis=1)
     slopes = np.einsum("ni,kij,nj->nk", x, effects.cov_slopes, x)
     if kind == "new_checkpoint":
         new = effects.unknown(frame) * effects.variances

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 NOT_IDENTIFIED = 1e8
 _FOLDS = 20
+_MANY_CLUSTERS = 20_000
 _MOSTLY_ABSOLUTE = 1e-3
 
 
@@ -99,7 +100,7 @@ def fit(
         takes high targets as they are and sets collapsed rows aside.
     interval
         Where intervals come from, see `Fit`. None is ``model`` where a random term is estimated,
-        else ``bootstrap``.
+        else ``bootstrap``, or from 20,000 clusters ``sandwich``, which is then the same.
     n_boot
         Refits of a bootstrap; 0 gives no intervals.
     seed
@@ -148,7 +149,7 @@ def fit(
     if not terms and likelihood == "huber" and huber_delta and not selection.censored.any():
         # The scale does not move the minimum of a Huber loss with a given delta.
         fitted = replace(fitted, theta=pooled)
-    chosen: Interval = interval or ("model" if terms else "bootstrap")
+    chosen: Interval = interval or ("model" if terms else _pooled_interval(selection))
     search = _search(law, problem, solution, notes)
     if not fitted.converged and search.status == "converged":
         search = replace(search, status="failed", detail="the variance search did not converge")
@@ -224,6 +225,11 @@ def _model(
         sizes=tuple(len(term.levels) for term in terms),
         rows=Rows(selection.observed, selection.censored, selection.noise, likelihood, huber_delta),
     )
+
+
+def _pooled_interval(selection: Selection) -> Interval:
+    """Return how a fit without random effects gets its intervals unless told."""
+    return "bootstrap" if selection.clusters.max() < _MANY_CLUSTERS else "sandwich"
 
 
 def _effects(fitted: mixed.Components, terms: tuple[Term, ...], model: mixed.Model) -> Effects:

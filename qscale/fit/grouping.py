@@ -52,9 +52,13 @@ class Term:
         parts = []
         for column in self.columns:
             values = frame[column] if column in frame.columns else pd.Series(THIS, frame.index)
+            codes, levels = pd.factorize(values)
+            # Fifteen digits tell apart any two identifiers, and 2 is the label of 2.0.
             numeric = pd.api.types.is_numeric_dtype(values)
-            text = values.map("{:g}".format) if numeric else values.astype("string")
-            parts.append(text.astype(object).where(values.notna(), None))
+            texts = np.array(
+                [*map("{:.15g}".format if numeric else str, levels), None], dtype=object
+            )
+            parts.append(pd.Series(texts[codes], frame.index))
         joined = parts[0].astype(object)
         for part in parts[1:]:
             joined = joined.fillna(THIS).astype(str) + ":" + part.fillna(THIS).astype(str)
@@ -72,8 +76,8 @@ class Term:
 
     def design(self, frame: pd.DataFrame) -> sparse.csr_array:
         """Sparse design, shape (n, levels); a row of an unknown level is empty."""
-        position = {level: i for i, level in enumerate(self.levels)}
-        codes = np.array([position.get(label, -1) for label in self.labels(frame)])
+        labels = pd.Index(self.labels(frame), dtype=object)
+        codes = pd.Index(self.levels, dtype=object).get_indexer(labels)
         known = np.flatnonzero(codes >= 0)
         shape = (len(frame), len(self.levels))
         values = self.weights(frame)[known]

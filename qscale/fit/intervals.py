@@ -38,26 +38,52 @@ def pieces(model: Model, fitted: Components, clusters: Array) -> Pieces:
     """Split the estimating equations by cluster; random effects are taken as nested in clusters."""
     mode = fitted.mode
     x = model.gradient(mode.theta) * mode.free
+    weighted = x * mode.weight[:, None]
+    groups, p = int(clusters.max()) + 1, x.shape[1]
+    belongs = sparse.csr_array((np.ones(len(x)), (clusters, np.arange(len(x)))))
+    information = np.empty((groups, p, p))
+    for i in range(p):  # one column at a time: products of all columns of many rows take much room
+        information[:, i] = belongs @ (x * weighted[:, [i]])
+    parts = Pieces(information, belongs @ (x * mode.score[:, None]))
+    if len(model.sizes) == 1:
+        _without_one_term(parts, model, fitted, clusters, weighted)
+    elif model.sizes:
+        _without_effects(parts, model, fitted, clusters, weighted)
+    return parts
+
+
+def _without_one_term(
+    parts: Pieces, model: Model, fitted: Components, clusters: Array, weighted: Array
+) -> None:
+    """Take away what a single term's effects absorb, level by level of each cluster."""
+    z = model.effects.tocoo()
+    scaled = z.data * np.sqrt(fitted.variances[0])
+    rows, level = z.coords
+    owner, pair = np.unique(clusters[rows] * z.shape[1] + level, return_inverse=True)
+    sums = sparse.csr_array((scaled, (pair, rows)), shape=(len(owner), z.shape[0]))
+    cross = sums @ weighted
+    inner = 1.0 + np.bincount(pair, weights=scaled**2 * fitted.mode.weight[rows])
+    home = sparse.csr_array((1.0 / inner, (owner // z.shape[1], np.arange(len(owner)))))
+    for i in range(cross.shape[1]):
+        parts.information[: home.shape[0], i] -= home @ (cross * cross[:, [i]])
+
+
+def _without_effects(
+    parts: Pieces, model: Model, fitted: Components, clusters: Array, weighted: Array
+) -> None:
+    """Take away what the effects of several terms absorb in each cluster."""
     deviations = np.repeat(np.sqrt(fitted.variances), model.sizes)
     z = sparse.csr_array(model.effects @ sparse.diags_array(deviations))
-    groups = int(clusters.max()) + 1
-    score = np.zeros((groups, x.shape[1]))
-    np.add.at(score, clusters, x * mode.score[:, None])
     order = np.argsort(clusters, kind="stable")
-    edges = np.searchsorted(clusters[order], np.arange(groups + 1))
-    information = np.zeros((groups, x.shape[1], x.shape[1]))
-    for g in range(groups):
+    edges = np.searchsorted(clusters[order], np.arange(len(parts.score) + 1))
+    for g in range(len(parts.score)):
         rows = order[edges[g] : edges[g + 1]]
-        xg, wg = x[rows], mode.weight[rows][:, None]
-        information[g] = xg.T @ (wg * xg)
         own = z[rows]
         used = np.unique(own.indices)
-        if len(used):
-            zg = own[:, used].toarray()
-            cross = zg.T @ (wg * xg)
-            inner = zg.T @ (wg * zg) + np.eye(len(used))
-            information[g] -= cross.T @ np.linalg.solve(inner, cross)
-    return Pieces(information, score)
+        zg = own[:, used].toarray()
+        cross = zg.T @ weighted[rows]
+        inner = zg.T @ (fitted.mode.weight[rows, None] * zg) + np.eye(len(used))
+        parts.information[g] -= cross.T @ np.linalg.solve(inner, cross)
 
 
 def sandwich(parts: Pieces, cov: Array) -> Array:

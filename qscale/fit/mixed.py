@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy.optimize import OptimizeResult, minimize
+from scipy.optimize import Bounds, OptimizeResult, minimize
 
 from qscale.fit.normal import DENSE_EFFECTS, Normal, Scaled
 
@@ -147,13 +147,14 @@ def estimate(model: Model, theta: Array, sigma: float) -> Components:
 
     def search(ratio: float, shrink: float) -> OptimizeResult:
         start = np.array([np.log(sigma) - shrink, *[ratio] * terms]) * unit
+        options: Any = {"ftol": 1e-14, "gtol": 1e-6}
         found = minimize(
             lambda point: criterion(point / unit),
             start,
             method="L-BFGS-B",
             jac="3-point",
-            bounds=bounds,
-            options={"ftol": 1e-14, "gtol": 1e-6},
+            bounds=Bounds(bounds[:, 0], bounds[:, 1]),
+            options=options,
         )
         found.x = found.x / unit
         return found
