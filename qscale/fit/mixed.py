@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy.optimize import Bounds, OptimizeResult, minimize
+from scipy.optimize import OptimizeResult, minimize
 
 from qscale.fit.normal import DENSE_EFFECTS, Normal, Scaled
 
@@ -143,17 +143,18 @@ def estimate(model: Model, theta: Array, sigma: float) -> Components:
     low, high = np.log(sigma) - 12.0, np.log(sigma) + 6.0
     # The criterion's curvature is of the order of one in these units, whatever the number of rows.
     unit = 2.0 * np.sqrt([1 + len(model.rows.observed), *model.sizes])
-    bounds = np.array([(low, high)] + [(0.0, 1e3)] * terms) * unit[:, None]
+    ends = np.array([(low, high)] + [(0.0, 1e3)] * terms) * unit[:, None]
+    bounds = [(float(a), float(b)) for a, b in ends]
 
     def search(ratio: float, shrink: float) -> OptimizeResult:
-        start = np.array([np.log(sigma) - shrink, *[ratio] * terms]) * unit
+        start = [np.log(sigma) - shrink, *[ratio] * terms]
         options: Any = {"ftol": 1e-14, "gtol": 1e-6}
         found = minimize(
             lambda point: criterion(point / unit),
-            start,
+            np.multiply(start, unit).tolist(),
             method="L-BFGS-B",
             jac="3-point",
-            bounds=Bounds(bounds[:, 0], bounds[:, 1]),
+            bounds=bounds,
             options=options,
         )
         found.x = found.x / unit
