@@ -135,27 +135,22 @@ def estimate(model: Model, theta: Array, sigma: float) -> Components:
     terms = len(model.sizes)
     warm = {"theta": theta, "scaled": np.zeros(sum(model.sizes))}
 
+    # The criterion's curvature is of the order of one in these units, whatever the number of rows.
+    unit = 2.0 * np.sqrt([1 + len(model.rows.observed), *model.sizes])
+
     def criterion(point: Array) -> float:
-        mode = find_mode(model, _scales(point), warm["theta"], warm["scaled"])
+        mode = find_mode(model, _scales(point / unit), warm["theta"], warm["scaled"])
         warm["theta"], warm["scaled"] = mode.theta, mode.scaled
         return mode.criterion
 
     low, high = np.log(sigma) - 12.0, np.log(sigma) + 6.0
-    # The criterion's curvature is of the order of one in these units, whatever the number of rows.
-    unit = 2.0 * np.sqrt([1 + len(model.rows.observed), *model.sizes])
-    ends = np.array([(low, high)] + [(0.0, 1e3)] * terms) * unit[:, None]
-    bounds = [(float(a), float(b)) for a, b in ends]
+    bounds = np.array([(low, high)] + [(0.0, 1e3)] * terms) * unit[:, None]
 
     def search(ratio: float, shrink: float) -> OptimizeResult:
-        start = [np.log(sigma) - shrink, *[ratio] * terms]
+        start: Any = np.array([np.log(sigma) - shrink, *[ratio] * terms]) * unit
         options: Any = {"ftol": 1e-14, "gtol": 1e-6}
         found = minimize(
-            lambda point: criterion(point / unit),
-            np.multiply(start, unit).tolist(),
-            method="L-BFGS-B",
-            jac="3-point",
-            bounds=bounds,
-            options=options,
+            criterion, start, method="L-BFGS-B", jac="3-point", bounds=list(bounds), options=options
         )
         found.x = found.x / unit
         return found
