@@ -28,6 +28,8 @@ _DAMPING_FLOOR, _DAMPING_CEILING = 1e-20, 1e20
 _MEMORY = 0.9  # of each parameter's largest curvature so far, which scales its damping
 _WORTHWHILE = 1e-3  # share of the predicted gain that a step must bring
 _STUCK, _PATIENCE = 1e-6, 30  # share of the full step's gain, and steps under it to give up after
+# Rows beyond delta have no curvature; this share of the reweighted one keeps steps in bounds.
+_BEYOND = 0.1
 _CHUNK_ELEMENTS = 4_000_000  # keeps one batch of Jacobians near 32 MB
 
 
@@ -200,12 +202,16 @@ def _search_chunk(
         rows = np.flatnonzero(active)
         if not len(rows):
             break
-        normal, score = _normal_equations(problem, theta[rows], residuals[rows], weights[rows])
+        normal, score = _normal_equations(
+            problem, theta[rows], residuals[rows], weights[rows], _BEYOND
+        )
         finite = np.isfinite(normal).all(axis=(1, 2)) & np.isfinite(score).all(axis=1)
         active[rows[~finite]] = False
         rows, normal, score = rows[finite], normal[finite], score[finite]
         free = movable(problem.low, problem.high, theta[rows], score)
-        full_step = damped_step(normal, score, free, 0.0)
+        damping = np.concatenate([np.zeros_like(score), pace.scaled_damping(rows, normal)])
+        twice = (np.concatenate([part, part]) for part in (normal, score, free))
+        full_step, step = np.split(damped_step(*twice, damping), 2)
         gain = 0.5 * np.abs((full_step * score).sum(axis=1))
         decrement[rows] = gain / (objective[rows] + floor[rows])
         still = decrement[rows] > DECREMENT_TOLERANCE
@@ -213,10 +219,9 @@ def _search_chunk(
         # The last, undamped step costs nothing and ends linear problems at their closed form.
         theta[done] = np.clip(theta[done] + full_step[~still], problem.low, problem.high)
         active[done] = False
-        rows, normal, score, free = rows[still], normal[still], score[still], free[still]
+        rows, normal, score, step = rows[still], normal[still], score[still], step[still]
         if not len(rows):
             continue
-        step = damped_step(normal, score, free, pace.scaled_damping(rows, normal))
         trial = np.clip(theta[rows] + step, problem.low, problem.high)
         trial_residuals, trial_objective = _objective(problem, trial, weights[rows])
         gained = objective[rows] - trial_objective
@@ -247,12 +252,17 @@ def _objective(problem: Problem, theta: Array, weights: Array) -> tuple[Array, A
 
 
 def _normal_equations(
-    problem: Problem, theta: Array, residuals: Array, weights: Array
+    problem: Problem, theta: Array, residuals: Array, weights: Array, beyond: float = 1.0
 ) -> tuple[Array, Array]:
-    """Return ``J' W J``, shape (S, p, p), and ``J' W r``, shape (S, p), W reweighted for Huber."""
+    """Return ``J' W J``, shape (S, p, p), and ``J' W r``, shape (S, p), W reweighted for Huber.
+
+    Weights of rows beyond delta count ``beyond`` times in the matrix.
+    """
     with np.errstate(over="ignore", invalid="ignore"):  # a wild trial; its row is given up
         size = np.maximum(np.abs(residuals), 1e-300)
-        reweighted = weights * np.minimum(1.0, problem.huber_delta / size)
+        share = np.minimum(1.0, problem.huber_delta / size)
         jacobian = np.broadcast_to(problem.gradient(theta), (*residuals.shape, theta.shape[1]))
-        weighted = (jacobian * reweighted[:, :, None]).transpose(0, 2, 1)
-        return weighted @ jacobian, (weighted @ residuals[:, :, None])[:, :, 0]
+        transposed = jacobian.transpose(0, 2, 1)
+        score = transposed @ (weights * share * residuals)[:, :, None]
+        share[share < 1.0] *= beyond
+        return transposed @ (jacobian * (weights * share)[:, :, None]), score[:, :, 0]
