@@ -81,12 +81,23 @@ def calibrate(scores: Array, clusters: Array, level: float = 0.9) -> Calibration
     """
     sizes = np.bincount(clusters)
     groups = int((sizes > 0).sum())
+    check_clusters(groups, level)
+    order = np.argsort(scores, kind="stable")
+    weights = 1.0 / (sizes[clusters] * (groups + 1))
+    return Calibration(np.asarray(scores)[order], weights[order])
+
+
+def check_clusters(groups: int, level: float = 0.9) -> None:
+    """Raise if there are too few clusters for a finite interval of a level.
+
+    Raises
+    ------
+    FitError
+        Saying how many are needed.
+    """
     if groups / (groups + 1) < level:
         needed = int(np.ceil(level / (1 - level) - 1e-9))
         raise FitError(
             f"conformal intervals at {100 * level:g} % need at least {needed} clusters; there are "
             f"{groups}. Use --interval model or sandwich."
         )
-    order = np.argsort(scores, kind="stable")
-    weights = 1.0 / (sizes[clusters] * (groups + 1))
-    return Calibration(np.asarray(scores)[order], weights[order])

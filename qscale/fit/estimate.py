@@ -13,7 +13,7 @@ import pandas as pd
 
 from qscale.errors import FitError
 from qscale.fit import mixed
-from qscale.fit.calibration import calibrate
+from qscale.fit.calibration import calibrate, check_clusters
 from qscale.fit.effects import Effects
 from qscale.fit.grouping import design, estimable, parse, with_levels
 from qscale.fit.inference import bootstrap as cluster_bootstrap
@@ -22,7 +22,7 @@ from qscale.fit.intervals import pieces, profile, sandwich
 from qscale.fit.likelihood import HUBER_EFFICIENT, Rows
 from qscale.fit.record import Data, Search
 from qscale.fit.result import Fit
-from qscale.fit.rows import Selection, check_levels, select
+from qscale.fit.rows import Selection, check_levels, copies, select
 from qscale.fit.solver import Problem, Solution, solve
 from qscale.laws import Law, columns_of
 from qscale.laws.factors import offset as offset_factor
@@ -100,7 +100,8 @@ def fit(
         takes high targets as they are and sets collapsed rows aside.
     interval
         Where intervals come from, see `Fit`. None is ``model`` where a random term is estimated,
-        else ``bootstrap``, or from 20,000 clusters ``sandwich``, which is then the same.
+        else ``bootstrap``; but ``model`` for a single cluster, and from 20,000 clusters
+        ``sandwich``, which is then the same.
     n_boot
         Refits of a bootstrap; 0 gives no intervals.
     seed
@@ -150,6 +151,7 @@ def fit(
         # The scale does not move the minimum of a Huber loss with a given delta.
         fitted = replace(fitted, theta=pooled)
     chosen: Interval = interval or ("model" if terms else _pooled_interval(selection))
+    notes += copies(selection.frame, law, cluster)
     search = _search(law, problem, solution, notes)
     if not fitted.converged and search.status == "converged":
         search = replace(search, status="failed", detail="the variance search did not converge")
@@ -229,7 +231,10 @@ def _model(
 
 def _pooled_interval(selection: Selection) -> Interval:
     """Return how a fit without random effects gets its intervals unless told."""
-    return "bootstrap" if selection.clusters.max() < _MANY_CLUSTERS else "sandwich"
+    clusters = int(selection.clusters.max()) + 1
+    if clusters == 1:
+        return "model"
+    return "bootstrap" if clusters < _MANY_CLUSTERS else "sandwich"
 
 
 def _effects(fitted: mixed.Components, terms: tuple[Term, ...], model: mixed.Model) -> Effects:
@@ -256,6 +261,12 @@ def _with_uncertainty(
     """Add the covariance and the intervals that were asked for."""
     options, clusters = made.data.options, selection.clusters
     groups = int(clusters.max()) + 1
+    drawn = made.interval == "bootstrap" and options["n_boot"]
+    if groups == 1 and (drawn or made.interval == "sandwich"):
+        raise FitError(
+            f"{made.data.name}: --interval {made.interval} compares clusters, and all rows have "
+            f"the same {made.data.cluster}. Use --interval model, or choose with --cluster."
+        )
     variance = np.diag(made.cov)
     own = np.einsum("kii->ik", fitted.cov_slopes)
     made = replace(made, dof=mixed.satterthwaite(variance, own, fitted.scales_cov))
@@ -288,6 +299,7 @@ def _calibrated(made: Fit, selection: Selection) -> Fit:
     """Score left-out clusters by refitting without each, or each of twenty folds."""
     options = made.data.options
     groups = int(selection.clusters.max()) + 1
+    check_clusters(groups)
     folds = np.arange(groups) % min(groups, _FOLDS)
     scores = np.full(len(selection.frame), np.nan)
     base = replace(made.law, factors=tuple(f for f in made.law.factors if f.kind != "offset"))

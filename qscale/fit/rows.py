@@ -170,6 +170,17 @@ def explain(set_aside: list[SetAside] | tuple[SetAside, ...]) -> str:
     return f"Set aside: {'; '.join(f'{s.rows} rows because {s.reason}' for s in set_aside)}."
 
 
+def copies(frame: pd.DataFrame, law: Law, cluster: str) -> tuple[str, ...]:
+    """Say in a sentence how many rows repeat another row of their cluster; nothing if none does."""
+    named = frame.loc[frame[cluster].notna(), [*dict.fromkeys((*law.columns, law.target, cluster))]]
+    found = int(named.duplicated().sum())
+    text = (
+        f"{found} rows repeat another row of the same {cluster} exactly, target included, and "
+        "count as measured again; drop them if they are copies."
+    )
+    return (text,) if found else ()
+
+
 def matches(frame: pd.DataFrame, where: str, name: str) -> np.ndarray:
     """Evaluate a query to a boolean mask, shape (n,).
 

@@ -210,8 +210,8 @@ def _search_chunk(
         rows, normal, score = rows[finite], normal[finite], score[finite]
         free = movable(problem.low, problem.high, theta[rows], score)
         damping = np.concatenate([np.zeros_like(score), pace.scaled_damping(rows, normal)])
-        twice = (np.concatenate([part, part]) for part in (normal, score, free))
-        full_step, step = np.split(damped_step(*twice, damping), 2)
+        both = [np.concatenate([part, part]) for part in (normal, score, free)]
+        full_step, step = np.split(damped_step(both[0], both[1], both[2], damping), 2)
         gain = 0.5 * np.abs((full_step * score).sum(axis=1))
         decrement[rows] = gain / (objective[rows] + floor[rows])
         still = decrement[rows] > DECREMENT_TOLERANCE
