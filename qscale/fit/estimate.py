@@ -22,7 +22,7 @@ from qscale.fit.intervals import pieces, profile, sandwich
 from qscale.fit.likelihood import HUBER_EFFICIENT, Rows
 from qscale.fit.record import Data, Search
 from qscale.fit.result import Fit
-from qscale.fit.rows import Selection, check_levels, copies, select
+from qscale.fit.rows import Selection, check_levels, check_measured, copies, select
 from qscale.fit.solver import Problem, Solution, solve
 from qscale.laws import Law, columns_of
 from qscale.laws.factors import offset as offset_factor
@@ -141,6 +141,7 @@ def fit(
     selection, law = _prepare(frame, law, offset, cluster, name, options)
     _check_fixed(law, fixed)
     check_levels(law, selection.frame, set(fixed), name)
+    check_measured(law, selection, set(fixed), name)
     problem, solution = _search_starts(law, selection, fixed, huber_delta, likelihood)
     require(selection.frame, [c for text in random or () for c in parse(text).columns], name)
     terms, notes = _terms((cluster,) if random is None else random, selection.frame)

@@ -242,3 +242,22 @@ def check_levels(law: Law, frame: pd.DataFrame, fixed: set[str], name: str) -> N
             f"{name}: {len(frame)} usable rows cannot determine the {free_total} parameters of law "
             f"{law.name!r}; at least {free_total + 1} are needed."
         )
+
+
+def check_measured(law: Law, selection: Selection, fixed: set[str], name: str) -> None:
+    """Raise if too few rows are more than a bound for the parameters to be estimated.
+
+    Raises
+    ------
+    FitError
+        Counting the rows under the noise floor and over the ceiling.
+    """
+    measured = int((selection.censored == 0).sum())
+    free = len([n for n in law.names if n not in fixed])
+    if measured <= free:
+        below, above = int((selection.censored < 0).sum()), int((selection.censored > 0).sum())
+        raise FitError(
+            f"{name}: {measured} of {len(selection.frame)} usable rows are measured ({below} lie "
+            f"under their noise floor, {above} over the ceiling), too few for the {free} "
+            f"parameters of law {law.name!r}. Measure on more tokens, or lower --floor."
+        )

@@ -306,8 +306,7 @@ def command(evidence: Evidence) -> str:
         if value is not None and (name, value) != ("floor", 2.0):
             parts += [f"--{name.replace('_', '-')}", repr(float(value))]
     parts += ["--interval", fit.interval]
-    if fit.interval == "bootstrap":
-        parts += ["--boots", str(options.get("n_boot", 0)), "--seed", str(options.get("seed", 0))]
+    parts += ["--boots", str(options.get("n_boot", 0)), "--seed", str(options.get("seed", 0))]
     return shlex.join([*parts, "--output", "fit.json"])
 
 

@@ -144,3 +144,9 @@ def test_a_target_in_other_units_rescales_amplitude_and_predictions(factor, inte
         factor * once.quantiles(table, probabilities),
         rtol=1e-3,
     )
+
+
+def test_a_table_of_nothing_but_noise_is_an_error() -> None:
+    table = simulate().assign(delta_loss_se=1e6)
+    with pytest.raises(FitError, match=r"0 of 72 usable rows are measured \(72 lie under their"):
+        fit(table, get("ouyang"))

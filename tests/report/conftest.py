@@ -41,10 +41,3 @@ def written(folder):
     """Report of both fits."""
     fits = [folder / "ouyang.json", folder / "kumar.json"]
     return write_report(fits, folder / "report.html", n_boot=30)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests of reports with the longer checks: each report refits its law many times."""
-    for item in items:
-        if "tests/report" in item.path.as_posix():
-            item.add_marker(pytest.mark.slow)

@@ -72,15 +72,17 @@ def test_a_start_that_stands_alone(good) -> None:
 
 @pytest.mark.parametrize(("runs", "few"), [(9, True), (10, False)])
 def test_few_clusters(runs, few) -> None:
-    text = found(evidence(simulate(runs=runs))).get("few_clusters", "")
+    text = found(evidence(simulate(runs=runs), interval="bootstrap")).get("few_clusters", "")
     assert ("Only 9 clusters (run)" in text) == few
 
 
 def test_bootstrap_refits_that_are_missing(good) -> None:
-    assert "lost_refits" not in found(searched(good, boots=100, boots_converged=95))
-    lost = found(searched(good, boots=100, boots_converged=94))
+    drawn = replace(good, fit=replace(good.fit, interval="bootstrap"))
+    assert "lost_refits" not in found(searched(drawn, boots=100, boots_converged=95))
+    lost = found(searched(drawn, boots=100, boots_converged=94))
     assert lost["lost_refits"].startswith("6 of 100 bootstrap refits")
-    none = found(evidence(simulate(), n_boot=0))
+    assert "lost_refits" not in found(searched(good, boots=100, boots_converged=94))
+    none = found(evidence(simulate(), interval="bootstrap", n_boot=0))
     assert none["lost_refits"].startswith("There are no intervals: 0 converged")
 
 
@@ -116,7 +118,7 @@ def test_rows_without_a_logarithm() -> None:
     ],
 )
 def test_rows_chosen_by_their_outcome(where, chosen) -> None:
-    frame = simulate().assign(loss_q=1.0, delta_loss_se=1.0)
+    frame = simulate().assign(loss_q=1.0, delta_loss_se=1e-9)
     assert ("chosen_by_outcome" in found(evidence(frame, where=where))) == chosen
 
 

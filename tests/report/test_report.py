@@ -115,7 +115,7 @@ def test_every_figure_has_a_text_alternative_and_is_also_a_file(written, page) -
 
 
 def test_numbers_in_the_tables_are_those_of_the_fit(folder, page) -> None:
-    parameters = [t for t in page.tables if t[0][0] == "parameter"]
+    parameters = [t for t in page.tables if t[0][:2] == ["parameter", "estimate"]]
     for shown, name in zip(parameters, ("ouyang", "kumar"), strict=True):
         fitted = load(folder / f"{name}.json")
         heading = ["parameter", "estimate", "se", "90 % low", "90 % high", "published"]
@@ -278,6 +278,7 @@ def test_the_command_to_reproduce_reads_back_as_the_options(tmp_path) -> None:
     assert options["cluster"] == "family"
     assert options["huber_delta"] == 1e-3
     assert (options["boots"], options["seed"]) == (25, 7)
+    assert options["interval"] == made.interval
 
 
 def test_the_command_in_the_report_makes_the_same_fit(folder, page, tmp_path, monkeypatch) -> None:
