@@ -23,9 +23,9 @@ import pandas as pd
 from scipy.optimize import least_squares, minimize
 
 from qscale import datasets
-from qscale.fit.estimate import _problem, _starts
 from qscale.fit.inference import cluster_weights
 from qscale.fit.rows import select
+from qscale.fit.search import problem_of, starts_of
 from qscale.fit.solver import Problem, huber, solve
 from qscale.laws import get
 from qscale.laws.factors import offset
@@ -120,8 +120,8 @@ def compare_multi_start() -> None:
     law = get("chinchilla")
     table = datasets.load("chinchilla_points")
     rows = select(table, law, where=None, cluster="run", name="table")
-    problem = _problem(law, rows, {}, DELTA)
-    starts = _starts(law, problem)
+    problem = problem_of(law, rows, {}, DELTA)
+    starts = starts_of(law, problem)
     ours, solution = timed(lambda: solve(problem, starts, np.ones(len(rows.frame))), 5)
     best = solution.objective.min()
     print(f"Chinchilla, qscale from {len(starts)} starts: {ours:.2f} s, objective {best:.10f}")
@@ -160,7 +160,7 @@ def eight_parameter_problem() -> tuple[Problem, np.ndarray]:
     frame["delta_loss"] = law.evaluate(values, frame) * np.exp(noise)
     law = law.with_factors(offset("source", tuple("abcde")))
     rows = select(frame, law, where=None, cluster="run", name="table")
-    return _problem(law, rows, {}, 0.2), cluster_weights(runs, 1000, rng)
+    return problem_of(law, rows, {}, 0.2), cluster_weights(runs, 1000, rng)
 
 
 def refit(problem: Problem, start: np.ndarray, keep: np.ndarray, lean: bool) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -16,15 +15,15 @@ from qscale.fit import mixed
 from qscale.fit.calibration import calibrate, check_clusters
 from qscale.fit.effects import Effects
 from qscale.fit.grouping import design, estimable, parse, with_levels
+from qscale.fit.identify import trade_offs
 from qscale.fit.inference import bootstrap as cluster_bootstrap
 from qscale.fit.intervals import bootstrap as one_step_bootstrap
 from qscale.fit.intervals import pieces, profile, sandwich
-from qscale.fit.likelihood import HUBER_EFFICIENT, Rows
-from qscale.fit.record import Data, Search
+from qscale.fit.likelihood import Rows
+from qscale.fit.record import Data
 from qscale.fit.result import Fit
 from qscale.fit.rows import Selection, check_levels, check_measured, copies, select
-from qscale.fit.solver import Problem, Solution, solve
-from qscale.laws import Law, columns_of
+from qscale.fit.search import from_starts, judge, robust_scale
 from qscale.laws.factors import offset as offset_factor
 from qscale.table import require
 
@@ -34,13 +33,13 @@ if TYPE_CHECKING:
     from qscale.fit.grouping import Term
     from qscale.fit.likelihood import Family
     from qscale.fit.record import Interval
+    from qscale.fit.solver import Problem
+    from qscale.laws import Law
 
     Array = np.ndarray
 
-NOT_IDENTIFIED = 1e8
 _FOLDS = 20
 _MANY_CLUSTERS = 20_000
-_MOSTLY_ABSOLUTE = 1e-3
 
 
 def fit(
@@ -142,18 +141,23 @@ def fit(
     _check_fixed(law, fixed)
     check_levels(law, selection.frame, set(fixed), name)
     check_measured(law, selection, set(fixed), name)
-    problem, solution = _search_starts(law, selection, fixed, huber_delta, likelihood)
+    problem, solution = from_starts(law, selection, fixed, huber_delta, likelihood)
     require(selection.frame, [c for text in random or () for c in parse(text).columns], name)
     terms, notes = _terms((cluster,) if random is None else random, selection.frame)
     model = _model(selection, problem, terms, likelihood, huber_delta)
     pooled = solution.theta[np.argmin(solution.objective)]
-    fitted = mixed.estimate(model, pooled, _robust_scale(law, problem, pooled))
+    fitted = mixed.estimate(model, pooled, robust_scale(law, problem, pooled))
     if not terms and likelihood == "huber" and huber_delta and not selection.censored.any():
         # The scale does not move the minimum of a Huber loss with a given delta.
         fitted = replace(fitted, theta=pooled)
     chosen: Interval = interval or ("model" if terms else _pooled_interval(selection))
     notes += copies(selection.frame, law, cluster)
-    search = _search(law, problem, solution, notes)
+    if not law.linear:
+        information = solution.information(int(np.argmin(solution.objective)))
+        notes += trade_offs(
+            law, fitted.theta, information, fitted.cov[: len(pooled), : len(pooled)]
+        )
+    search = judge(law, problem, solution, notes)
     if not fitted.converged and search.status == "converged":
         search = replace(search, status="failed", detail="the variance search did not converge")
     made = Fit(
@@ -171,26 +175,6 @@ def fit(
         versions={package: version(package) for package in ("qscale", "numpy", "pandas")},
     )
     return _with_uncertainty(made, model, fitted, problem, selection)
-
-
-def _search_starts(
-    law: Law,
-    selection: Selection,
-    fixed: Mapping[str, float],
-    huber_delta: float | None,
-    likelihood: Family,
-) -> tuple[Problem, Solution]:
-    """Robust pooled fit from every start; censored rows count as being at their bound."""
-    weights = np.ones(len(selection.frame))
-    first = huber_delta or (_MOSTLY_ABSOLUTE if law.link == "log" else np.inf)
-    problem = _problem(law, selection, fixed, first)
-    solution = solve(problem, _starts(law, problem), weights)
-    if huber_delta is None and law.link == "log":
-        best = solution.theta[np.argmin(solution.objective)]
-        wide = np.inf if likelihood == "gaussian" else HUBER_EFFICIENT
-        problem = _problem(law, selection, fixed, wide * _robust_scale(law, problem, best))
-        solution = solve(problem, solution.theta, weights)
-    return problem, solution
 
 
 def _terms(texts: Sequence[str], frame: pd.DataFrame) -> tuple[tuple[Term, ...], tuple[str, ...]]:
@@ -365,90 +349,6 @@ def _check_fixed(law: Law, fixed: Mapping[str, float]) -> None:
             raise FitError(
                 f"--fix {parameter}: must be between {low:g} and {high:g}. Got {value:g}."
             )
-
-
-def _problem(law: Law, selection: Selection, fixed: Mapping[str, float], delta: float) -> Problem:
-    """State the regression on the law's scale."""
-    data = columns_of(law, selection.frame)
-    held = {p.name: (p.internal(fixed[p.name]),) * 2 for p in law.parameters if p.name in fixed}
-    low, high = np.array([held.get(p.name, p.bounds) for p in law.parameters]).T
-    x = None
-    if law.linear:
-        shape = (len(selection.frame), len(low))
-        x = np.array(np.broadcast_to(law.gradient(low[None], data)[0], shape))
-    return Problem(
-        value=lambda theta: law.location(theta, data),
-        gradient=lambda theta: law.gradient(theta, data),
-        observed=selection.observed,
-        low=low,
-        high=high,
-        huber_delta=delta,
-        design=x,
-    )
-
-
-def _starts(law: Law, problem: Problem) -> Array:
-    """Every combination of the parameters' starting values, shape (S, p).
-
-    A linear law's objective is convex: one start finds its minimum.
-    """
-    values = [[p.internal(start) for start in p.starts] for p in law.parameters]
-    if law.linear:
-        values = [starts[:1] for starts in values]
-    return np.clip(np.array(list(itertools.product(*values))), problem.low, problem.high)
-
-
-def _robust_scale(law: Law, problem: Problem, theta: Array) -> float:
-    """Normalised median absolute residual; positive even for data that fit exactly."""
-    residuals = problem.observed - problem.value(theta[None])[0]
-    exact = 1e-6 if law.link == "log" else 1e-14 * float(np.abs(problem.observed).max())
-    return max(float(np.median(np.abs(residuals))) / 0.6745, exact, 1e-300)
-
-
-def _search(law: Law, problem: Problem, solution: Solution, notes: tuple[str, ...]) -> Search:
-    """Judge where the starts ended."""
-    best = int(np.argmin(solution.objective))
-    objective = float(solution.objective[best])
-    agreeing = int((solution.objective <= objective * (1 + 1e-6) + 1e-15).sum())
-    free = problem.low < problem.high
-    condition, weakest = _conditioning(solution.information(best)[np.ix_(free, free)])
-    names = np.array(law.names)
-    theta = solution.theta[best]
-    at_bound = names[free & ((theta <= problem.low) | (theta >= problem.high))]
-    if not solution.converged[best]:
-        status, detail = "failed", f"the best of {len(solution.theta)} starts did not converge"
-    elif condition > NOT_IDENTIFIED:
-        status = "not_identified"
-        detail = f"{' and '.join(names[free][weakest])} cannot be told apart on these rows"
-    elif len(at_bound):
-        status, detail = "bound_hit", f"{', '.join(at_bound)} ended on a bound"
-    else:
-        status = "converged"
-        detail = (
-            "a convex problem, which has one minimum"
-            if law.linear
-            else f"{agreeing} of {len(solution.theta)} starts agree"
-        )
-    return Search(
-        status=status,
-        detail=detail,
-        starts=len(solution.theta),
-        agreeing=agreeing,
-        objective=objective,
-        huber_delta=problem.huber_delta,
-        condition_number=condition,
-        boots=0,
-        boots_converged=0,
-        notes=notes,
-    )
-
-
-def _conditioning(information: Array) -> tuple[float, Array]:
-    """Condition number of the unit-diagonal information and the parameters of its weakest mode."""
-    diagonal = np.sqrt(np.maximum(np.diag(information), 1e-300))
-    values, vectors = np.linalg.eigh(information / np.outer(diagonal, diagonal))
-    condition = float(values[-1] / max(values[0], 1e-18 * values[-1]))
-    return condition, np.flatnonzero(np.abs(vectors[:, 0]) > 0.3)
 
 
 def _data(selection: Selection, law: Law, name: str, cluster: str, options: dict[str, Any]) -> Data:
