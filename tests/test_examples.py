@@ -1,4 +1,4 @@
-"""The two studies in examples/: what their tables must show."""
+"""The studies in examples/: what their tables must show."""
 
 import importlib.util
 import sys
@@ -96,3 +96,17 @@ def test_families_left_out_are_predicted_and_one_row_helps() -> None:
     assert naive.abs().median() > 1.5 * told["log_error"].abs().median()
     for errors in (blind, told):
         assert 0.80 <= errors["inside_90"].mean() <= 0.97
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "value"), [("size_exponential", "g", 0.81), ("size_power", "gamma", 4.84)]
+)
+def test_gguf_formats_follow_either_law_and_cannot_tell_them_apart(name, shape, value) -> None:
+    formats = load("gguf_formats")
+    rows = formats.measurements()
+    assert rows["run"].nunique() == 4
+    made, share = formats.r_squared(rows, name)
+    assert share >= 0.96
+    assert made.values["alpha"] == pytest.approx(0.47, abs=0.02)
+    assert made.values[shape] == pytest.approx(value, rel=0.02)
+    assert "cannot tell them apart" in formats.told_apart(rows, "fmt")
