@@ -174,9 +174,10 @@ def copies(frame: pd.DataFrame, law: Law, cluster: str) -> tuple[str, ...]:
     """Say in a sentence how many rows repeat another row of their cluster; nothing if none does."""
     named = frame.loc[frame[cluster].notna(), [*dict.fromkeys((*law.columns, law.target, cluster))]]
     found = int(named.duplicated().sum())
+    subject = "1 row repeats" if found == 1 else f"{found} rows repeat"
     text = (
-        f"{found} rows repeat another row of the same {cluster} exactly, target included, and "
-        "count as measured again; drop them if they are copies."
+        f"{subject} another row of the same {cluster} exactly, target included: drop copies, which "
+        "would count as measured again."
     )
     return (text,) if found else ()
 
