@@ -135,8 +135,9 @@ def _score_table(scores: pd.DataFrame, *, several: bool) -> Table:
         "predicted / observed": np.exp(scores["bias"]),
         "% inside 50 %": (100 * scores["coverage_50"]).round(),
         "% inside 90 %": (100 * scores["coverage_90"]).round(),
-        "90 % high / low": np.exp(scores["width_90"]),
     }
+    with np.errstate(over="ignore"):  # a width beyond any number is shown as infinite
+        columns["90 % high / low"] = np.exp(scores["width_90"])
     first = {"fit": scores["fit"]} if several else {}
     table = pd.DataFrame({**first, **columns})
     table.index = pd.Index(scores["held_out"], name="held out")
