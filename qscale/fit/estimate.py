@@ -275,6 +275,7 @@ def _with_uncertainty(
             )
             return _calibrated(made, selection) if made.interval == "conformal" else made
         draws = one_step_bootstrap(parts, made.theta, fitted.mode.free, options["n_boot"], rng)
+        draws = np.clip(draws, problem.low, problem.high)  # one step can leave the bounds
     cov = np.cov(draws, rowvar=False).reshape(made.cov.shape) if len(draws) > 1 else made.cov
     search = replace(made.search, boots=options["n_boot"], boots_converged=len(draws))
     return replace(made, draws=draws, cov=cov, search=search)
