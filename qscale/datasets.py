@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import tomllib
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from qscale import table
-from qscale.errors import TableError
+from qscale.errors import TableError, did_you_mean
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -136,9 +135,7 @@ def _folder(name: str) -> Path:
 
 def _suggestion(name: str) -> str:
     """Say which datasets there are and which one the user may have meant."""
-    close = difflib.get_close_matches(name.lower(), names(), n=1)
-    meant = f"Did you mean {close[0]!r}? " if close else ""
-    return f"{meant}Datasets are: {', '.join(names())}."
+    return f"Datasets are: {', '.join(names())}.{did_you_mean(name.lower(), names())}"
 
 
 @functools.cache

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 
 class QscaleError(Exception):
     """A mistake in the user's input; the message names the file, column, row or option.
@@ -25,3 +31,15 @@ class TextError(QscaleError):
 
 class FitError(QscaleError):
     """A law cannot be fitted to the rows that were given."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message that guesses which known name was meant; empty without a guess.
+
+    Examples
+    --------
+    >>> did_you_mean("ouyan", ["kumar", "ouyang"])
+    " Did you mean 'ouyang'?"
+    """
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from typing import TYPE_CHECKING, Any
 
 from qscale.cli.console import pairs
-from qscale.errors import QscaleError
+from qscale.errors import QscaleError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,9 +50,10 @@ def assigned(items: Sequence[str], fitted: Fitted) -> dict[str, Any]:
         if name == fitted.target:
             raise QscaleError(f"--set {name}: this is what the fit predicts.")
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            guess = f" Did you mean {close[0]!r}?" if close else ""
-            raise QscaleError(f"--set {name}: the fit and the table have no such column.{guess}")
+            raise QscaleError(
+                f"--set {name}: the fit and the table have no such column."
+                f"{did_you_mean(name, known)}"
+            )
         checked = tables.check(pd.DataFrame({name: [text]}), f"--set {name}={text}")
         values[name] = checked[name].iloc[0]
         if name not in tables.COLUMNS and name in fitted.columns:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qscale.errors import FitError
+from qscale.errors import FitError, did_you_mean
 from qscale.fit.storage import load
 
 if TYPE_CHECKING:
@@ -38,9 +37,8 @@ def find(name_or_path: str | Path) -> Fit:
     if name in names() and not Path(name).is_file():
         return load(folder() / name / "fit.json")
     if not Path(name).is_file() and not name.endswith(".json"):
-        close = difflib.get_close_matches(name, names(), n=1)
-        guess = f" Did you mean {close[0]!r}?" if close else ""
         raise FitError(
-            f"{name}: no such fit file, nor a shipped fit. Shipped: {', '.join(names())}.{guess}"
+            f"{name}: no such fit file, nor a shipped fit. Shipped: {', '.join(names())}."
+            f"{did_you_mean(name, names())}"
         )
     return load(name)
