@@ -288,13 +288,12 @@ def _calibrated(made: Fit, selection: Selection) -> Fit:
     check_clusters(groups)
     folds = np.arange(groups) % min(groups, _FOLDS)
     scores = np.full(len(selection.frame), np.nan)
-    base = replace(made.law, factors=tuple(f for f in made.law.factors if f.kind != "offset"))
     arguments = {k: v for k, v in options.items() if k not in ("where", "mapping")}
     for fold in range(int(folds.max()) + 1):
         out = folds[selection.clusters] == fold
         rest = fit(
             selection.frame[~out],
-            base,
+            made.law.without_offsets(),
             **arguments,
             cluster=made.data.cluster,
             interval="model",

@@ -13,7 +13,7 @@ from scipy.stats import t as student
 from qscale.atomic import write_text
 from qscale.errors import FitError, TableError
 from qscale.fit.effects import Effects, Predictive, condition, mean_variance, predictive, shortened
-from qscale.laws import LAWS, Law, Published, columns_of
+from qscale.laws import Law, Published, columns_of, published
 from qscale.table import require
 
 if TYPE_CHECKING:
@@ -324,8 +324,7 @@ class Fit:
 
     def published(self) -> Published | None:
         """Return the first set of constants published for the law, if there is one."""
-        sets = LAWS[self.law.name].published if self.law.name in LAWS else ()
-        return sets[0] if sets and self.law.target == LAWS[self.law.name].target else None
+        return next(iter(published(self.law)), None)
 
     def to_json(self) -> str:
         """Return the fit as JSON text."""

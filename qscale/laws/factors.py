@@ -79,7 +79,8 @@ class Factor:
     Parameters
     ----------
     kind, options
-        Name of the constructor in `FACTORS` and its arguments; together they rebuild the factor.
+        Name of the constructor, see `qscale.laws.compose`, and its arguments; together they rebuild
+        the factor.
     columns
         Columns of the measurement table it reads.
     parameters
@@ -120,6 +121,16 @@ SYMBOLS = {
     "quantized_share": "Q_r",
     "calibration_samples": "C_b",
 }
+
+
+def upright(text: str) -> str:
+    """Return words as upright LaTeX in which an underscore is no subscript and a space is seen."""
+    return rf"\mathrm{{{text}}}".replace("_", r"\_").replace(" ", r"\ ")
+
+
+def symbol_of(column: str) -> str:
+    """Return the LaTeX symbol of a column, its name if it has none."""
+    return SYMBOLS.get(column) or upright(column)
 
 
 def _linear(
@@ -196,7 +207,7 @@ def power(
         (column,),
         Parameter(name, symbol, *bounds, tuple(starts)),
         lambda data: sign * np.log(data[column]),
-        f"{SYMBOLS.get(column, column)}^{{{minus}{symbol}}}",
+        f"{symbol_of(column)}^{{{minus}{symbol}}}",
     )
 
 
@@ -209,7 +220,7 @@ def exponential(column: str, name: str, symbol: str | None = None) -> Factor:
         (column,),
         Parameter(name, symbol, 0.02, 200.0, (0.3, 1.0, 3.0), scale="reciprocal"),
         lambda data: -np.asarray(data[column], dtype=float),
-        f"e^{{-{SYMBOLS.get(column, column)}/{symbol}}}",
+        f"e^{{-{symbol_of(column)}/{symbol}}}",
     )
 
 
@@ -222,7 +233,7 @@ def growth(column: str, name: str, symbol: str | None = None) -> Factor:
         (column,),
         Parameter(name, symbol, -200.0, 200.0, (0.0, 2.0)),
         lambda data: np.asarray(data[column], dtype=float),
-        f"e^{{{symbol}{SYMBOLS.get(column, column)}}}",
+        f"e^{{{symbol} {symbol_of(column)}}}",
     )
 
 
@@ -235,7 +246,7 @@ def log_power(column: str, name: str, symbol: str | None = None) -> Factor:
         (column,),
         Parameter(name, symbol, -30.0, 30.0, (0.1, 1.0)),
         lambda data: np.log(np.log2(data[column])),
-        f"(\\log_2 {SYMBOLS.get(column, column)})^{{{symbol}}}",
+        f"(\\log_2 {symbol_of(column)})^{{{symbol}}}",
     )
 
 
@@ -280,6 +291,6 @@ def offset(column: str, levels: tuple[str, ...]) -> Factor:
         parameters=parameters,
         value=lambda theta, data: theta @ basis(data).T,
         gradient=lambda theta, data: np.broadcast_to(basis(data), (len(theta), *basis(data).shape)),
-        latex=rf"o_{{\mathrm{{{column}}}}}",
+        latex=f"o_{{{upright(column)}}}",
         levels_needed={},
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib.util
 import inspect
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from qscale.errors import FitError
-from qscale.laws.factors import Factor, Parameter
+from qscale.errors import FitError, did_you_mean
+from qscale.laws.factors import Factor, Parameter, upright
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -109,7 +108,7 @@ def factor_of(
     _same_names(names, parameters, where)
     known = tuple(parameter(n, parameters[n], where) for n in names)
     curve = _Curve(called, columns, known, link, derivative, where)
-    listed = ", ".join(c.replace("_", r"\_") for c in (*columns, *(p.symbol for p in known)))
+    listed = ", ".join([*map(upright, columns), *(p.symbol.replace("_", r"\_") for p in known)])
     return Factor(
         kind="function",
         options={
@@ -125,7 +124,7 @@ def factor_of(
         parameters=known,
         value=curve.value,
         gradient=curve.gradient,
-        latex=rf"\mathrm{{{name.replace('_', chr(92) + '_')}}}({listed})",
+        latex=f"{upright(name)}({listed})",
         levels_needed={},
         linear=False,
     )
@@ -278,9 +277,10 @@ def unknown_keys(found: Iterable[str], known: Sequence[str], where: str) -> None
     """Raise a `FitError` for the first key that is not known, with the nearest that is."""
     for key in found:
         if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            guess = f" Did you mean {close[0]!r}?" if close else ""
-            raise FitError(f"{where}: unknown key {key!r}. Keys are: {', '.join(known)}.{guess}")
+            raise FitError(
+                f"{where}: unknown key {key!r}. Keys are: {', '.join(known)}."
+                f"{did_you_mean(str(key), known)}"
+            )
 
 
 def load(path: str | Path) -> ModuleType:

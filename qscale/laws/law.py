@@ -9,6 +9,7 @@ import numpy as np
 
 from qscale.errors import FitError
 from qscale.laws import compose
+from qscale.laws.factors import upright
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,7 +96,7 @@ class Law:
     def latex(self) -> str:
         """The law as a LaTeX equation."""
         target = {"delta_loss": r"\Delta L", "loss_fp": "L", "kl": r"\mathrm{KL}"}
-        left = target.get(self.target, rf"\mathrm{{{self.target.replace('_', ' ')}}}")
+        left = target.get(self.target, upright(self.target))
         return f"{left} = " + r"\,".join(factor.latex for factor in self.factors)
 
     @property
@@ -103,7 +104,7 @@ class Law:
         """The law in plain text."""
         text = self.latex.replace(r"\,", "*").replace(r"\mathrm", "").replace(r"\Delta L", "ΔL")
         greek = {"alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "eta": "η", "log": "log"}
-        greek |= {"nu": "ν", "epsilon": "ε"}
+        greek |= {"nu": "ν", "epsilon": "ε", "lambda": "λ", "rho": "ρ", "theta": "θ"}
         for name, letter in greek.items():
             text = text.replace(f"\\{name}", letter)
         return text.replace("{", "").replace("}", "").replace("\\", "").replace("*", " · ")
@@ -155,6 +156,10 @@ class Law:
     def with_factors(self, *extra: Factor) -> Law:
         """Return the law multiplied by further factors."""
         return replace(self, factors=self.factors + extra)
+
+    def without_offsets(self) -> Law:
+        """Return the law without the offsets that a fit added."""
+        return replace(self, factors=tuple(f for f in self.factors if f.kind != "offset"))
 
     def spec(self) -> dict[str, Any]:
         """Return a JSON-able description from which `from_spec` rebuilds the law."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import replace
 
-from qscale.errors import FitError
+from qscale.errors import FitError, did_you_mean
 from qscale.laws.compose import total
 from qscale.laws.factors import anneal, constant, exponential, growth, log_power, power
 from qscale.laws.law import Law, Published
@@ -253,7 +252,19 @@ def get(name: str, target: str | None = None) -> Law:
     'ΔL = k · D^β · N^-α · P^-γ'
     """
     if name not in LAWS:
-        close = difflib.get_close_matches(name, LAWS, n=1)
-        guess = f" Did you mean {close[0]!r}?" if close else ""
-        raise FitError(f"no law named {name!r}. Laws are: {', '.join(LAWS)}.{guess}")
+        raise FitError(
+            f"no law named {name!r}. Laws are: {', '.join(LAWS)}.{did_you_mean(name, LAWS)}"
+        )
     return LAWS[name] if target is None else replace(LAWS[name], target=target)
+
+
+def is_named(law: Law) -> bool:
+    """Whether a law, but for its offsets, has the factors of the one in `LAWS` of its name."""
+    known = LAWS.get(law.name)
+    return known is not None and known.spec()["factors"] == law.without_offsets().spec()["factors"]
+
+
+def published(law: Law) -> tuple[Published, ...]:
+    """Return the published constants of a law, none unless it is a named law for its own target."""
+    same = is_named(law) and LAWS[law.name].target == law.target
+    return LAWS[law.name].published if same else ()

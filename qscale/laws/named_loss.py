@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from qscale.laws.factors import Array, Factor
 
 
-def _amplitude(name: str, symbol: str | None = None, *, sign: int = 1) -> Factor:
-    return constant(name, symbol, bounds=(1e-10, 1e15), starts=(150.0, 22_000.0), sign=sign)
+def _amplitude(name: str) -> Factor:
+    return constant(name, bounds=(1e-10, 1e15), starts=(150.0, 22_000.0))
 
 
 def _exponent(column: str, name: str, sign: int = -1) -> Factor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qscale.laws.factors import SYMBOLS, Factor, Parameter
+from qscale.laws.factors import Factor, Parameter, symbol_of, upright
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ def _known(
 
 def binary_log(column: str) -> Factor:
     """Binary logarithm ``log2(column)``, Sun et al. (arXiv:2501.02423) for the group size."""
-    symbol = SYMBOLS.get(column, column)
+    symbol = symbol_of(column)
     return _known(
         "binary_log",
         (column,),
@@ -119,7 +119,7 @@ def shifted_power(
         parameters=(exponent, free) if shift is None else (exponent,),
         value=lambda theta, data: sign * theta[:, :1] * np.log(inner(theta, data)),
         gradient=gradient,
-        latex=f"({SYMBOLS.get(column, column)}+{added})^{{{minus}{symbol}}}",
+        latex=f"({symbol_of(column)}+{added})^{{{minus}{symbol}}}",
         levels_needed={column: 3 if shift is None else 2},
         linear=shift is not None,
     )
@@ -152,7 +152,7 @@ def saturating(column: str, name: str, exponent: str, symbol: str | None = None)
         parameters=(power, scale),
         value=value,
         gradient=gradient,
-        latex=f"(1-e^{{-{SYMBOLS.get(column, column)}/{symbol}}})^{{-\\{exponent}}}",
+        latex=f"(1-e^{{-{symbol_of(column)}/{symbol}}})^{{-\\{exponent}}}",
         levels_needed={column: 2},
         linear=False,
     )
@@ -219,7 +219,7 @@ def effective(
         parameters=(power, *multipliers),
         value=value,
         gradient=gradient,
-        latex=rf"f(\mathrm{{{column}}})^{{-\{exponent}}}",
+        latex=rf"f({upright(column)})^{{-\{exponent}}}",
         levels_needed={},
         linear=False,
     )

@@ -11,8 +11,9 @@ import pandas as pd
 from scipy.stats import spearmanr
 
 from qscale.fit import FEW_CLUSTERS, STATUS_MEANING
+from qscale.laws import published
 from qscale.laws.compose import product
-from qscale.report.evidence import LARGEST, LEAVE_ONE_OUT, published
+from qscale.report.evidence import LARGEST, LEAVE_ONE_OUT
 from qscale.report.words import listed, number, percent, plural, times
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def lonely_start(evidence: Evidence) -> str | None:
 
 
 def few_clusters(evidence: Evidence) -> str | None:
-    """Warn that too few clusters were resampled."""
+    """Warn that the fit has too few clusters for its intervals."""
     data, interval = evidence.fit.data, evidence.fit.interval
     if data.clusters >= FEW_CLUSTERS[interval]:
         return None

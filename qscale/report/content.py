@@ -9,12 +9,12 @@ import pandas as pd
 
 from qscale import datasets
 from qscale.fit import INTERVAL_MEANING, explain
+from qscale.laws import published
 from qscale.predict import predict
 from qscale.report import checks, figures, words
 from qscale.report.blocks import Bullets, Code, Figures, Heading, Table, Text
 from qscale.report.cautions import cautions, trends
 from qscale.report.comparison import comparison, held_out_scores
-from qscale.report.evidence import published
 from qscale.report.svg import drawn
 from qscale.report.tables import count, number
 from qscale.select import exponents_within

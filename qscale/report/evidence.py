@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +12,14 @@ import pandas as pd
 from qscale.errors import FitError
 from qscale.fit import fit as fit_law
 from qscale.fit.rows import select
-from qscale.laws import LAWS, columns_of
+from qscale.laws import columns_of
 from qscale.validate import Split, largest, leave_one_out, score
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from qscale.fit import Fit
-    from qscale.laws import Law, Published
+    from qscale.laws import Law
 
 LEAVE_ONE_OUT = "leave one out"
 LARGEST = "largest sizes"
@@ -120,23 +120,6 @@ class Summary:
 Summaries = dict[tuple[str, str], Summary]
 
 
-def without_offsets(law: Law) -> Law:
-    """Return the law without the offsets that a fit added."""
-    return replace(law, factors=tuple(f for f in law.factors if f.kind != "offset"))
-
-
-def is_named(law: Law) -> bool:
-    """Whether a law without offsets is the one `qscale.laws.LAWS` has under its name."""
-    named = LAWS.get(law.name)
-    return named is not None and named.spec()["factors"] == law.spec()["factors"]
-
-
-def published(law: Law) -> tuple[Published, ...]:
-    """Return the published constants of a law without offsets, if it still is the named law."""
-    same = is_named(law) and LAWS[law.name].target == law.target
-    return LAWS[law.name].published if same else ()
-
-
 def fit_options(fit: Fit) -> dict[str, Any]:
     """Return the keyword options of `qscale.fit.fit` that a fit was made with."""
     options = fit.data.options
@@ -170,7 +153,7 @@ def gather(label: str, fit: Fit, table: pd.DataFrame) -> Evidence:
         If the table lacks a column of the law or has no usable row.
     """
     options = fit_options(fit)
-    law = without_offsets(fit.law)
+    law = fit.law.without_offsets()
     name = fit.data.name
     refitted = fit_law(table, law, **{**options, "interval": "model"}, name=name)
     filled = {column: table[column].fillna("unknown") for column in options["offset"]}

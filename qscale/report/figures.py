@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import matplotlib as mpl
@@ -78,13 +77,7 @@ def equation(law: Law, *, ax: Axes | None = None) -> Axes:
     """
     ax = Figure(figsize=(5.0, 0.6)).subplots() if ax is None else ax
     ax.set_axis_off()
-    # In column names an underscore is a letter, not a subscript, and a space is seen.
-    names = re.sub(
-        r"\\mathrm\{([^{}]*)\}",
-        lambda name: name[0].replace("_", r"\_").replace(" ", r"\ "),
-        law.latex,
-    )
-    text = ax.text(0, 0.5, f"${names}$", ha="left", va="center", fontsize=17)
+    text = ax.text(0, 0.5, f"${law.latex}$", ha="left", va="center", fontsize=17)
     try:
         MathTextParser("path").parse(text.get_text())
     except ValueError:

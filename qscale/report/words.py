@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 
 from qscale.fit import STATUS_MEANING
-from qscale.laws import LAWS
+from qscale.laws import LAWS, is_named
 from qscale.predict import predict
-from qscale.report.evidence import LARGEST, LEAVE_ONE_OUT, fit_options, is_named
+from qscale.report.evidence import LARGEST, LEAVE_ONE_OUT, fit_options
 from qscale.report.tables import count, number
 from qscale.table import COLUMNS
 

@@ -15,11 +15,13 @@ import numpy as np
 import pandas as pd
 
 from qscale.errors import FitError
+from qscale.fit.likelihood import HUBER_EFFICIENT
 from qscale.fit.rows import SetAside, matches
 from qscale.fit.rows import select as select_rows
 from qscale.laws import columns_of
 from qscale.laws.compose import FACTORS
 from qscale.laws.factors import offset as offset_factor
+from qscale.laws.factors import upright
 from qscale.select.confounding import Confounding, confounding
 from qscale.select.judge import left_out_errors, unit, wald
 from qscale.table import require
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
     from qscale.laws.factors import Factor
 
     Array = np.ndarray
-
-_HUBER = 1.345  # robust standard deviations: 95 % efficient for Gaussian errors (Huber 1981)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ def candidate(text: str, frame: pd.DataFrame, name: str = "table") -> Factor:
             f"--candidates {text}: column {column!r} has values at or below {least:g}, of which "
             f"there is no such power; try exponential:{column}, or choose rows with --where."
         )
-    return FACTORS[kind](column, f"{kind}_{column}", rf"\theta_{{\mathrm{{{column}}}}}")
+    return FACTORS[kind](column, f"{kind}_{column}", rf"\theta_{{{upright(column)}}}")
 
 
 def _levels(column: str, frame: pd.DataFrame) -> Factor:
@@ -282,7 +282,7 @@ def _regression(y: Array, terms: dict[str, Array], clusters: Array, seed: int) -
         root = np.sqrt(weights)
         theta = np.linalg.lstsq(design * root[:, None], y * root, rcond=None)[0]
         size = np.abs(y - design @ theta)
-        edge = max(_HUBER * float(np.median(size)) / 0.6745, 1e-12)
+        edge = max(HUBER_EFFICIENT * float(np.median(size)) / 0.6745, 1e-12)
         weights = np.minimum(1.0, edge / np.maximum(size, 1e-300))
     return _Regression(y, terms, clusters, np.sqrt(weights), seed)
 

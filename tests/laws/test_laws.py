@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from qscale import datasets
 from qscale.errors import FitError
 from qscale.fit import fit
-from qscale.laws import LAWS, columns_of, from_spec, get
-from qscale.laws.factors import offset
+from qscale.laws import LAWS, Law, columns_of, from_spec, get, published
+from qscale.laws.factors import growth, offset, power
 from qscale.laws.named_loss import critical_tokens
 from qscale.laws.shapes import effective
 
@@ -230,6 +230,19 @@ def test_offsets_average_to_one_and_an_unseen_level_is_average() -> None:
     value = factor.value(theta, {"source": np.array(["a", "b", "c", "never seen"])})
     np.testing.assert_allclose(value, [[0.3, -0.8, 0.5, 0.0]])
     assert value[0, :3].sum() == pytest.approx(0.0)
+
+
+def test_columns_without_a_symbol_are_written_in_full() -> None:
+    law = Law("x", "relative_delta", (power("model_loss", "lambda"), growth("bits", "gamma")))
+    assert law.formula == "relative_delta = model_loss^λ · e^γ P"
+    assert law.latex == r"\mathrm{relative\_delta} = \mathrm{model\_loss}^{\lambda}\,e^{\gamma P}"
+
+
+def test_published_constants_are_those_of_the_same_law_and_target() -> None:
+    law = get("ouyang")
+    assert published(law.with_factors(offset("source", ("a", "b")))) == law.published
+    assert not published(get("ouyang", "kl"))
+    assert not published(Law("ouyang", "delta_loss", law.factors[:3]))
 
 
 def test_an_unknown_law_is_named_with_the_nearest() -> None:
