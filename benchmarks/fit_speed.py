@@ -23,7 +23,7 @@ import pandas as pd
 from scipy.optimize import least_squares, minimize
 
 from qscale import datasets
-from qscale.fit.inference import cluster_weights
+from qscale.fit.intervals import resampled
 from qscale.fit.rows import select
 from qscale.fit.search import problem_of, starts_of
 from qscale.fit.solver import Problem, huber, solve
@@ -160,7 +160,7 @@ def eight_parameter_problem() -> tuple[Problem, np.ndarray]:
     frame["delta_loss"] = law.evaluate(values, frame) * np.exp(noise)
     law = law.with_factors(offset("source", tuple("abcde")))
     rows = select(frame, law, where=None, cluster="run", name="table")
-    return problem_of(law, rows, {}, 0.2), cluster_weights(runs, 1000, rng)
+    return problem_of(law, rows, {}, 0.2), resampled(100, 1000, rng)[:, runs]
 
 
 def refit(problem: Problem, start: np.ndarray, keep: np.ndarray, lean: bool) -> np.ndarray:

@@ -176,11 +176,6 @@ def summary(result: Fit) -> None:
 
 def _scatter(result: Fit) -> list[str]:
     """Say how far rows and their groups scatter around the law."""
-    effects = result.effects
     unit = " in log" if result.law.link == "log" else ""
-    spread = [
-        f"{number(float(variance) ** 0.5, 3)} between values of {term.text}"
-        for term, variance in zip(effects.terms, effects.variances, strict=True)
-    ]
-    rows = f"{number(effects.residual**0.5, 3)} between rows"
-    return [f"Standard deviations{unit}: {', '.join([*spread, rows])}."]
+    spreads = [f"{number(sd, 3)} between {what}" for what, sd in result.effects.spreads]
+    return [f"Standard deviations{unit}: {', '.join(spreads)}."]

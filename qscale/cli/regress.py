@@ -30,8 +30,9 @@ def regress(
 ) -> None:
     """Fit a regression of the log target, such as a random forest, to a measurement table.
 
-    It is refitted without each cluster, or each of up to twenty parts of them, and predicts the
-    rows left out: how far off it is there is printed, and is the width of its predictions.
+    It is refitted without each cluster, or each of up to twenty parts of them (ten for learned
+    kinds), and predicts the rows left out: how far off it is there is printed, and is the width of
+    its predictions.
 
     Parameters
     ----------
@@ -52,7 +53,7 @@ def regress(
     cluster
         Column whose values mark rows with shared noise; there must be at least three.
     law
-        Law under a gp (see qscale laws), ouyang if left out.
+        Law under a gp: a name (see qscale laws) or a file as in qscale fit; ouyang if left out.
     seed
         Of forests, boosting and processes.
     output
@@ -122,14 +123,9 @@ def summary(result: Regression) -> None:
 
 def _errors(result: Regression) -> str:
     """Say how far off rows were that were predicted without their cluster."""
-    effects = result.effects
-    spread = [
-        f"{number(float(variance) ** 0.5, 3)} between values of {term.text}"
-        for term, variance in zip(effects.terms, effects.variances, strict=True)
-    ]
-    rows = f"{number(effects.residual**0.5, 3)} between rows"
+    spreads = [f"{number(sd, 3)} between {what}" for what, sd in result.effects.spreads]
     return (
         f"Rows predicted without their {result.data.cluster}: median |log error| "
         f"{number(result.median_error, 3)}; standard deviations in log: "
-        f"{', '.join([*spread, rows])}."
+        f"{', '.join(spreads)}."
     )

@@ -11,6 +11,8 @@ from qscale.errors import FitError
 
 Array = np.ndarray
 
+_FEWEST = 9  # a share of 9 / (9 + 1) of clusters is 90 %
+
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
@@ -62,7 +64,7 @@ class Calibration:
         return cls(np.array(content["scores"]), np.array(content["weights"]))
 
 
-def calibrate(scores: Array, clusters: Array, level: float = 0.9) -> Calibration:
+def calibrate(scores: Array, clusters: Array) -> Calibration:
     """Calibrate on left-out standardised errors.
 
     Parameters
@@ -71,33 +73,30 @@ def calibrate(scores: Array, clusters: Array, level: float = 0.9) -> Calibration
         Absolute standardised errors, shape (m,).
     clusters
         Cluster number of each, shape (m,).
-    level
-        Interval that must be finite.
 
     Raises
     ------
     FitError
-        If there are too few clusters for a finite interval of that level.
+        If there are too few clusters for a finite 90 % interval.
     """
     sizes = np.bincount(clusters)
     groups = int((sizes > 0).sum())
-    check_clusters(groups, level)
+    check_clusters(groups)
     order = np.argsort(scores, kind="stable")
     weights = 1.0 / (sizes[clusters] * (groups + 1))
     return Calibration(np.asarray(scores)[order], weights[order])
 
 
-def check_clusters(groups: int, level: float = 0.9) -> None:
-    """Raise if there are too few clusters for a finite interval of a level.
+def check_clusters(groups: int) -> None:
+    """Raise if there are too few clusters for a finite 90 % interval.
 
     Raises
     ------
     FitError
         Saying how many are needed.
     """
-    if groups / (groups + 1) < level:
-        needed = int(np.ceil(level / (1 - level) - 1e-9))
+    if groups < _FEWEST:
         raise FitError(
-            f"conformal intervals at {100 * level:g} % need at least {needed} clusters; there are "
+            f"conformal intervals at 90 % need at least {_FEWEST} clusters; there are "
             f"{groups}. Use --interval model or sandwich."
         )

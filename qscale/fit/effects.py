@@ -55,6 +55,15 @@ class Effects:
     scales_cov: Array
     cov_slopes: Array
 
+    @property
+    def spreads(self) -> tuple[tuple[str, float], ...]:
+        """Standard deviation between what, such as ``values of run``; rows come last."""
+        terms = [
+            (f"values of {term.text}", float(variance) ** 0.5)
+            for term, variance in zip(self.terms, self.variances, strict=True)
+        ]
+        return (*terms, ("rows", self.residual**0.5))
+
     def known(self, frame: pd.DataFrame) -> Array:
         """Design of the known levels, shape (n, q)."""
         return design(self.terms, frame).toarray()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from qscale.errors import FitError
 from qscale.fit import mixed
@@ -16,11 +14,9 @@ from qscale.fit.calibration import calibrate, check_clusters
 from qscale.fit.effects import Effects
 from qscale.fit.grouping import design, estimable, parse, with_levels
 from qscale.fit.identify import trade_offs
-from qscale.fit.inference import bootstrap as cluster_bootstrap
-from qscale.fit.intervals import bootstrap as one_step_bootstrap
-from qscale.fit.intervals import pieces, profile, sandwich
+from qscale.fit.intervals import bootstrap, one_step_bootstrap, pieces, profile, sandwich
 from qscale.fit.likelihood import Rows
-from qscale.fit.record import Data
+from qscale.fit.record import Data, hash_of
 from qscale.fit.result import Fit
 from qscale.fit.rows import Selection, check_levels, check_measured, copies, select
 from qscale.fit.search import from_starts, judge, robust_scale
@@ -29,6 +25,8 @@ from qscale.table import require
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    import pandas as pd
 
     from qscale.fit.grouping import Term
     from qscale.fit.likelihood import Family
@@ -266,7 +264,7 @@ def _with_uncertainty(
         return made
     rng = np.random.default_rng(options["seed"])
     if made.interval == "bootstrap" and not made.effects.terms and not selection.censored.any():
-        draws = cluster_bootstrap(problem, made.theta, clusters, options["n_boot"], rng)
+        draws = bootstrap(problem, made.theta, clusters, options["n_boot"], rng)
     else:
         parts = pieces(model, fitted, clusters)
         if made.interval != "bootstrap":
@@ -359,7 +357,7 @@ def _data(selection: Selection, law: Law, name: str, cluster: str, options: dict
     texts = [c for c in frame.columns if c in _LEVELLED and frame[c].notna().any()]
     return Data(
         name=name,
-        sha256=_hash(used),
+        sha256=hash_of(used),
         rows=len(frame),
         clusters=int(selection.clusters.max()) + 1,
         cluster=cluster,
@@ -368,12 +366,6 @@ def _data(selection: Selection, law: Law, name: str, cluster: str, options: dict
         levels={c: tuple(sorted(map(str, frame[c].dropna().unique()))) for c in texts},
         options=options,
     )
-
-
-def _hash(frame: pd.DataFrame) -> str:
-    """Hash the values of a frame, row order included."""
-    rows = pd.util.hash_pandas_object(frame, index=False).to_numpy()
-    return hashlib.sha256(rows.tobytes()).hexdigest()
 
 
 _RANGED = ("n_params", "tokens", "bits", "group_size", "bits_per_weight", "lr_peak", "lr")

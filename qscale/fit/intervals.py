@@ -11,11 +11,15 @@ from scipy.optimize import brentq
 from scipy.stats import t as student
 
 from qscale.fit.mixed import Components, Model, find_mode
+from qscale.fit.solver import solve
 
 if TYPE_CHECKING:
+    from qscale.fit.solver import Problem
+
     Array = np.ndarray
 
 _JACKKNIFE_CLUSTERS = 2000
+_BATCH_ELEMENTS = 20_000_000  # 160 MB of row weights at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,33 @@ def sandwich(parts: Pieces, cov: Array) -> Array:
     return result
 
 
+def resampled(groups: int, n_boot: int, rng: np.random.Generator) -> Array:
+    """Draw how often each cluster appears when whole clusters are resampled, shape (n_boot, G)."""
+    return rng.multinomial(groups, np.full(groups, 1.0 / groups), size=n_boot).astype(float)
+
+
 def bootstrap(
+    problem: Problem, theta: Array, clusters: Array, n_boot: int, rng: np.random.Generator
+) -> Array:
+    """Refit a pooled fit to its own minimum on resampled clusters, starting from ``theta``.
+
+    Returns
+    -------
+    numpy.ndarray
+        Internal parameters of the refits that converged, shape (at most n_boot, p). The cluster
+        bootstrap is that of Cameron, Gelbach and Miller (2008), section II.
+    """
+    groups = int(clusters.max()) + 1
+    batch = max(1, _BATCH_ELEMENTS // len(clusters))
+    draws = []
+    for first in range(0, n_boot, batch):
+        weights = resampled(groups, min(batch, n_boot - first), rng)[:, clusters]
+        solution = solve(problem, np.repeat(theta[None], len(weights), axis=0), weights)
+        draws.append(solution.theta[solution.converged])
+    return np.concatenate(draws)
+
+
+def one_step_bootstrap(
     parts: Pieces, theta: Array, free: Array, n_boot: int, rng: np.random.Generator
 ) -> Array:
     """Refit on resampled clusters with row weights and variances held, shape (n_boot, p).
@@ -120,7 +150,7 @@ def bootstrap(
     Gelbach and Miller (2008, section II) for the estimating equations of the fit.
     """
     groups = len(parts.score)
-    counts = rng.multinomial(groups, np.full(groups, 1.0 / groups), size=n_boot).astype(float)
+    counts = resampled(groups, n_boot, rng)
     keep = np.flatnonzero(free)
     information = parts.information[:, keep][:, :, keep]
     unit = 1.0 / np.sqrt(np.diag(information.sum(axis=0)))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import pandas as pd
+
+from qscale.fit.rows import SetAside
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy as np
-    import pandas as pd
 
     from qscale.fit.effects import Kind
-    from qscale.fit.rows import SetAside
 
 Interval = Literal["model", "sandwich", "bootstrap", "profile", "conformal"]
 
@@ -95,7 +98,7 @@ class Data:
     levels
         ``{column: values}`` of text columns in the usable rows.
     options
-        Options that reproduce the fit: where, mapping, offset, fixed, seed.
+        Options that reproduce the fit, such as where, mapping, offset, random, fixed and seed.
     """
 
     name: str
@@ -107,6 +110,22 @@ class Data:
     ranges: dict[str, tuple[float, float]]
     levels: dict[str, tuple[str, ...]]
     options: dict[str, Any]
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Data:
+        """Rebuild from its fields as JSON has them."""
+        tuples = {
+            "set_aside": tuple(SetAside(**entry) for entry in content["set_aside"]),
+            "ranges": {name: tuple(pair) for name, pair in content["ranges"].items()},
+            "levels": {name: tuple(values) for name, values in content["levels"].items()},
+        }
+        return cls(**{**content, **tuples})
+
+
+def hash_of(frame: pd.DataFrame) -> str:
+    """Hash the values of a frame, row order included."""
+    rows = pd.util.hash_pandas_object(frame, index=False).to_numpy()
+    return hashlib.sha256(rows.tobytes()).hexdigest()
 
 
 class Fitted(Protocol):

@@ -35,7 +35,7 @@ _CHUNK_ELEMENTS = 4_000_000  # keeps one batch of Jacobians near 32 MB
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A weighted nonlinear regression of ``observed`` on a model, both on the log scale.
+    """A weighted nonlinear regression of ``observed`` on a model, both on the law's scale.
 
     Parameters
     ----------

@@ -12,7 +12,6 @@ from qscale.fit.calibration import Calibration
 from qscale.fit.effects import Effects
 from qscale.fit.record import Data, Search
 from qscale.fit.result import FORMAT, Fit
-from qscale.fit.rows import SetAside
 from qscale.laws import from_spec
 
 
@@ -34,10 +33,6 @@ def load(path: str | Path) -> Fit:
         raise FitError(f"{path}: not a fit written by qscale fit.") from error
     if version != FORMAT:
         raise FitError(f"{path}: format {version} is not known to this version of qscale.")
-    data = content["data"]
-    data["set_aside"] = tuple(SetAside(**entry) for entry in data["set_aside"])
-    data["ranges"] = {name: tuple(pair) for name, pair in data["ranges"].items()}
-    data["levels"] = {name: tuple(values) for name, values in data["levels"].items()}
     search = content["search"]
     if search["huber_delta"] is None:
         search["huber_delta"] = np.inf
@@ -54,6 +49,6 @@ def load(path: str | Path) -> Fit:
         profiles=None if profiles is None else np.array(profiles, dtype=float),
         calibration=None if calibration is None else Calibration.from_json(calibration),
         search=Search(**{**search, "notes": tuple(search["notes"])}),
-        data=Data(**data),
+        data=Data.from_json(content["data"]),
         versions=content["versions"],
     )

@@ -16,7 +16,6 @@ from qscale.atomic import replacing
 from qscale.errors import FitError
 from qscale.fit.effects import Effects
 from qscale.fit.record import Data
-from qscale.fit.rows import SetAside
 from qscale.laws import from_spec
 from qscale.regress.inputs import Inputs, columns_in
 from qscale.regress.models import LEARNED, LINEAR, Base, Learned, Linear, Predictor
@@ -168,10 +167,6 @@ def _rebuild(content: dict[str, Any], estimators: list[Any]) -> Regression:
     described = content["predictors"]
     models = estimators or [None] * len(described)
     parts = [_predictor(one, model) for one, model in zip(described, models, strict=True)]
-    data = content["data"]
-    data["set_aside"] = tuple(SetAside(**entry) for entry in data["set_aside"])
-    data["ranges"] = {name: tuple(pair) for name, pair in data["ranges"].items()}
-    data["levels"] = {name: tuple(values) for name, values in data["levels"].items()}
     return Regression(
         kind=content["regression"],
         target=content["target"],
@@ -180,7 +175,7 @@ def _rebuild(content: dict[str, Any], estimators: list[Any]) -> Regression:
         effects=Effects.from_json(content["effects"]),
         typical=content["typical"],
         median_error=content["median_error"],
-        data=Data(**data),
+        data=Data.from_json(content["data"]),
         notes=tuple(content["notes"]),
         versions=content["versions"],
     )

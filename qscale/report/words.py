@@ -250,14 +250,9 @@ def status(fit: Fit) -> str:
 
 def scatter(fit: Fit) -> str:
     """Say how far groups and rows scatter around the law."""
-    effects = fit.effects
-    parts = [
-        f"{number(float(variance) ** 0.5, 3)} between values of {term.text}"
-        for term, variance in zip(effects.terms, effects.variances, strict=True)
-    ]
     unit = " of log residuals" if fit.law.link == "log" else ""
-    rows = f"{number(effects.residual**0.5, 3)} between rows"
-    return f"Standard deviations{unit}: {listed([*parts, rows])}."
+    parts = [f"{number(sd, 3)} between {what}" for what, sd in fit.effects.spreads]
+    return f"Standard deviations{unit}: {listed(parts)}."
 
 
 def multipliers(fit: Fit) -> list[str]:
