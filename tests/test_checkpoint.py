@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
-from qscale.checkpoint import describe, load, quantizable, require_torch
+from qscale.checkpoint import describe
 from qscale.errors import CheckpointError, QscaleError
+from qscale.model import load, quantizable, require_torch
 from tests.checkpoints import build_model, byte_tokenizer, save
 
 if TYPE_CHECKING:

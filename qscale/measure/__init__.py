@@ -1,5 +1,5 @@
 """Measure a checkpoint: losses under quantization, curvature and weights. Needs torch."""
 
-from qscale.checkpoint import require_torch
+from qscale.model import require_torch
 
 require_torch()

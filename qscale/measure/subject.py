@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qscale.checkpoint import Checkpoint, load, quantizable
 from qscale.errors import TextError
+from qscale.model import Checkpoint, load, quantizable
 from qscale.text import Bos, Windows, split, windows
 
 if TYPE_CHECKING:

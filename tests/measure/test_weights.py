@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from qscale.checkpoint import load, quantizable
 from qscale.measure.weights import fake_quantized, ragged, sqnr_db, squared_errors, squared_norms
+from qscale.model import load, quantizable
 from qscale.quantize.setting import ABSMAX_FULL, MINMAX, Setting
 
 
