@@ -3,10 +3,9 @@
 The shipped table ``ptq_vs_learning_rate`` holds GPTQ errors along training runs whose learning
 rates are known (digitised from the figures of arXiv:2510.06213): four 160M runs at four peak rates,
 SmolLM3-3B, and OLMo-2 at 1B, 7B and 13B, whose peaks are 4e-4, 3e-4 and 9e-4. One law is fitted to
-all of them but the 13B; its learning-rate exponents come from the 160M and SmolLM3 runs. Then the
-13B's peak rate is recorded wrongly, as 3e-4 (the value in its published configuration file, which
-the launch script overrides), and the runs that the others do not predict are listed. Results go to
-``out/``::
+all of them but the 13B. Then the 13B's peak rate is recorded wrongly, as 3e-4 (the value in its
+published configuration file, which the launch script overrides), and the runs that the others do
+not predict are listed. Results go to ``out/``::
 
     python examples/learning_rate_transfer.py
 """

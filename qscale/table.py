@@ -175,7 +175,10 @@ def read(path: str | Path, mapping: Mapping[str, str] | None = None) -> pd.DataF
 
 def _read_csv(path: Path) -> pd.DataFrame:
     """Read a CSV, refusing what pandas would quietly turn into a frame of one text column."""
-    frame = pd.read_csv(path, low_memory=False)
+    header = pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0].str.strip()
+    if header.dropna().duplicated().any():  # pandas would rename the second
+        raise ValueError(f"column {header[header.duplicated()].iloc[0]!r} appears twice")
+    frame = pd.read_csv(path, low_memory=False).rename(columns=str.strip)
     if len(frame.columns) < 2:
         raise ValueError(f"only one column, {str(frame.columns[0])[:40]!r}; is this a CSV table?")
     return frame
@@ -189,7 +192,12 @@ def rename(frame: pd.DataFrame, mapping: Mapping[str, str], where: str) -> pd.Da
     TableError
         If a mapped column is missing or its new name is already taken.
     """
+    taken: dict[str, str] = {}
     for name, theirs in mapping.items():
+        if taken.setdefault(theirs, name) != name:
+            raise TableError(
+                f"{where}: column {theirs!r} is read as {taken[theirs]!r} and {name!r}."
+            )
         if theirs not in frame.columns:
             raise TableError(
                 f"{where}: no column {theirs!r} to read {name!r} from. "
@@ -340,6 +348,23 @@ def require(frame: pd.DataFrame, columns: Sequence[str], where: str) -> None:
             )
         if frame[name].isna().all():
             raise TableError(f"{where}: column {name!r} ({meaning}) is empty in every row.")
+
+
+def require_numbers(frame: pd.DataFrame, columns: Sequence[str], where: str) -> None:
+    """Raise unless every column is present, not empty and holds numbers.
+
+    Raises
+    ------
+    TableError
+        Naming the first column that does not.
+    """
+    require(frame, columns, where)
+    for name in columns:
+        kind = frame[name].dtype
+        if not pd.api.types.is_numeric_dtype(kind) or pd.api.types.is_bool_dtype(kind):
+            raise TableError(
+                f"{where}: column {name!r} must hold numbers, but holds text or flags."
+            )
 
 
 def write(frame: pd.DataFrame, path: str | Path) -> None:

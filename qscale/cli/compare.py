@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from qscale.cli.console import console, number, pairs, refuse_existing, table
+from qscale.cli.console import Seed, console, number, pairs, random_terms, refuse_existing, table
 from qscale.errors import QscaleError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def compare(
     likelihood: Literal["huber", "gaussian", "student_t"] = "huber",
     cluster: str = "run",
     given: int = 0,
-    seed: int = 0,
+    seed: Seed = 0,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     force: bool = False,
 ) -> None:
@@ -81,6 +81,7 @@ def compare(
     """
     from qscale import datasets  # noqa: PLC0415
     from qscale import table as tables  # noqa: PLC0415
+    from qscale.fit.grouping import parse as parse_term  # noqa: PLC0415
     from qscale.fit.rows import matches  # noqa: PLC0415
     from qscale.validate import compare as compare_models  # noqa: PLC0415
     from qscale.validate import parse  # noqa: PLC0415
@@ -93,7 +94,7 @@ def compare(
         raise QscaleError(f"--given must be zero or more. Got {given} instead.")
     shared = {"offset": offset or (), "cluster": cluster}
     models = {
-        **_laws(laws, target, **shared, random=random, likelihood=likelihood),
+        **_laws(laws, target, **shared, random=random_terms(random), likelihood=likelihood),
         **_regressions(regressions, target, cluster=cluster, seed=seed),
     }
     if not models:
@@ -103,6 +104,8 @@ def compare(
         frame = frame[matches(frame, where, data)].reset_index(drop=True)
     if frame.empty:
         raise QscaleError(f"{data}: no row is {where}.")
+    grouped = [column for term in random_terms(random) or () for column in parse_term(term).columns]
+    tables.require(frame, [cluster, *(offset or ()), *grouped], data)
     with console.status("Refitting") as status:
         league = compare_models(
             frame,

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
+from cyclopts import Parameter, validators
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from qscale.atomic import check_place
 from qscale.errors import QscaleError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
+
+Seed = Annotated[int, Parameter(validator=validators.Number(gte=0, lt=2**32))]
 
 # Tables piped to a file must not be squeezed to 80 columns.
 console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
@@ -52,11 +57,14 @@ def numbers(text: str, option: str) -> list[float]:
     values = []
     for part in text.split(","):
         try:
-            values.append(float(part))
+            value = float(part)
         except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
             raise QscaleError(
                 f"{option} must be numbers separated by commas, such as 3,4. Got {part!r} instead."
-            ) from None
+            )
+        values.append(value)
     return values
 
 
@@ -70,7 +78,7 @@ def group_sizes(text: str, option: str = "--group-size") -> list[int | None]:
     """
     sizes: list[int | None] = []
     for part in text.split(","):
-        if part.strip() != "row" and not (part.strip().isdigit() and int(part) > 0):
+        if part.strip() != "row" and not (part.strip().isdecimal() and int(part) > 0):
             raise QscaleError(
                 f"{option} must be whole numbers or row, such as 64,128,row. Got {part!r} instead."
             )
@@ -84,15 +92,32 @@ def pairs(items: Iterable[str], option: str) -> dict[str, str]:
     Raises
     ------
     QscaleError
-        Naming the option and the item that is not NAME=VALUE.
+        Naming the option and the item that is not NAME=VALUE, or a name given twice.
     """
     found = {}
     for item in items:
         name, equals, value = item.partition("=")
         if not (name and equals and value):
             raise QscaleError(f"{option} must be NAME=VALUE. Got {item!r} instead.")
+        if name.strip() in found:
+            raise QscaleError(f"{option} {name.strip()} is given twice; give one value.")
         found[name.strip()] = value.strip()
     return found
+
+
+def random_terms(items: Sequence[str] | None) -> list[str] | None:
+    """Parse random terms; ``none`` alone asks for no random effect.
+
+    Raises
+    ------
+    QscaleError
+        If ``none`` is given beside a term.
+    """
+    if items is None or "none" not in items:
+        return None if items is None else list(items)
+    if len(items) > 1:
+        raise QscaleError("--random none asks for no random effect; leave it or the others out.")
+    return []
 
 
 def refuse_existing(path: Path | None, force: bool) -> None:
@@ -101,7 +126,10 @@ def refuse_existing(path: Path | None, force: bool) -> None:
     Raises
     ------
     QscaleError
-        Unless ``force`` is set.
+        Unless ``force`` is set, and if no file can be put there at all.
     """
-    if path is not None and path.exists() and not force:
+    if path is None:
+        return
+    check_place(path)
+    if path.exists() and not force:
         raise QscaleError(f"{path} exists already; choose another --output or add --force.")

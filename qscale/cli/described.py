@@ -165,6 +165,7 @@ def measured(
     from qscale import table as tables  # noqa: PLC0415
 
     rows = tables.read(path)
+    _check_measured(fitted, rows, {**known, **settings}, path)
     single = {name: settings[name][0] for name in ("method", "fmt") if len(settings[name]) == 1}
     for column, value in {**known, **single}.items():
         if column not in _OF_ONE_SETTING:
@@ -179,3 +180,26 @@ def measured(
                     )
                 frame = frame.assign(**{column: rows[column].iloc[0]})
     return rows, frame
+
+
+def _check_measured(
+    fitted: Fit | Regression, rows: pd.DataFrame, known: Mapping[str, Any], path: Path
+) -> None:
+    """Raise naming the first column or row that cannot tell what was measured."""
+    for column in (*fitted.columns, fitted.target):
+        given = column not in LISTED and known.get(column) is not None
+        if column not in rows.columns:
+            if given:
+                continue
+            raise QscaleError(f"--given {path}: no column {column!r}; add what was measured.")
+        if rows[column].isna().any() and not given:
+            row = int(rows[column].isna().to_numpy().argmax()) + 1
+            raise QscaleError(f"--given {path}: row {row} has no value in column {column!r}.")
+    if "status" in rows.columns:
+        unusable = (rows["status"].notna() & (rows["status"] != "ok")).to_numpy()
+        if unusable.any():
+            row = int(unusable.argmax())
+            raise QscaleError(
+                f"--given {path}: row {row + 1} has status {rows['status'].iloc[row]}; "
+                "leave out rows that are not ok."
+            )

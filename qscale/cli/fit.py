@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from qscale.cli.console import console, number, pairs, refuse_existing, table
+from qscale.cli.console import Seed, console, number, pairs, random_terms, refuse_existing, table
 from qscale.errors import QscaleError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def fit(
     ceiling: float | None = None,
     interval: Literal["model", "sandwich", "bootstrap", "profile", "conformal"] | None = None,
     boots: int = 1000,
-    seed: int = 0,
+    seed: Seed = 0,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     force: bool = False,
 ) -> None:
@@ -90,8 +90,8 @@ def fit(
 
     chosen = resolve(law, target)
     refuse_existing(output, force)
-    if boots < 0 or floor < 0 or (huber_delta is not None and huber_delta <= 0):
-        raise QscaleError("--boots and --floor must be zero or more, --huber-delta above zero.")
+    if boots < 0:
+        raise QscaleError(f"--boots must be zero or more. Got {boots} instead.")
     mapping = pairs(map_ or [], "--map")
     result = fit_law(
         tables.read(datasets.find(data), mapping),
@@ -100,7 +100,7 @@ def fit(
         offset=offset or (),
         fixed=_values(fix or []),
         cluster=cluster,
-        random=None if random is None else [term for term in random if term != "none"],
+        random=random_terms(random),
         likelihood=likelihood,
         huber_delta=huber_delta,
         floor=floor or None,
@@ -164,6 +164,7 @@ def summary(result: Fit) -> None:
     if result.interval == "bootstrap":
         console.print(
             f"{search.boots_converged} of {search.boots} refits over {data.cluster} converged."
+            + " Intervals need twenty; raise --boots." * (search.boots_converged < 20)
         )
     if published:
         console.print(f"Published: {published.source}, {published.setting}.")

@@ -108,7 +108,15 @@ def predict(
         raise QscaleError("--text needs a checkpoint folder whose curvature to take.")
     fitted = load_fitted(fit)
     flags = dict(zip(FLAGS, (n_params, tokens, lr_peak, lr, loss_fp, family, source), strict=True))
-    flags = {k: v for k, v in flags.items() if v is not None} | assigned(set_ or [], fitted)
+    flags = {k: v for k, v in flags.items() if v is not None}
+    for name, value in flags.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            flag = name.replace("_", "-")
+            raise QscaleError(f"--{flag} must be a finite number. Got {value:g} instead.")
+    others = assigned(set_ or [], fitted)
+    if twice := flags.keys() & others.keys():
+        raise QscaleError(f"--set {min(twice)}: it has a flag too; give one of them.")
+    flags |= others
     known = described(checkpoint, flags)
     settings: dict[str, list[Any]] = {
         "bits": numbers(bits, "--bits"),
@@ -166,6 +174,9 @@ def _show(fitted: Fit | Regression, known: dict[str, Any], result: pd.DataFrame)
     console.print(f"Checkpoint: {', '.join(said) or 'nothing is said of it'}.", markup=False)
     heading = [fitted.target, *(["ppl ratio"] if ratio else []), "50 % interval", "90 % interval"]
     console.print(table("", (*settings, *heading), rows))
+    if result["low_90"].isna().any():
+        why = "its bootstrap has fewer than twenty refits, or its parameters are not determined"
+        console.print(f"Note: a dash means that the fit has no interval there: {why}.")
     for sentence in (*outside(fitted, result), *_averaged(fitted, result), *fitted.notes):
         console.print(f"Note: {sentence}", markup=False)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from qscale.cli.console import console, number, pairs, refuse_existing, table
+from qscale.cli.console import Seed, console, number, pairs, refuse_existing, table
 
 if TYPE_CHECKING:
     from qscale.regress import Regression
@@ -24,7 +24,7 @@ def regress(
     where: str | None = None,
     cluster: str = "run",
     law: str | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     force: bool = False,
 ) -> None:

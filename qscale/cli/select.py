@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from qscale.cli.console import console, number, pairs, table
+from qscale.cli.console import Seed, console, number, pairs, table
 from qscale.errors import QscaleError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def select(
     offset: list[str] | None = None,
     cluster: str = "run",
     alpha: float = 0.05,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> None:
     """Add factors to a law as long as a test or held-out runs support them; warn of confounding.
 

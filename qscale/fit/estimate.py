@@ -16,12 +16,19 @@ from qscale.fit.grouping import design, estimable, parse, with_levels
 from qscale.fit.identify import trade_offs
 from qscale.fit.intervals import bootstrap, one_step_bootstrap, pieces, profile, sandwich
 from qscale.fit.likelihood import Rows
+from qscale.fit.options import (
+    check_ceiling,
+    check_delta,
+    check_fixed,
+    check_offsets,
+    check_options,
+    check_random,
+)
 from qscale.fit.record import Data, hash_of
 from qscale.fit.result import Fit
 from qscale.fit.rows import Selection, check_levels, check_measured, copies, select
 from qscale.fit.search import from_starts, judge, robust_scale
 from qscale.laws.factors import offset as offset_factor
-from qscale.table import require
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -135,16 +142,20 @@ def fit(
         "seed": seed,
     }
     fixed = dict(fixed or {})
+    check_options(options)
+    check_ceiling(ceiling, law)
     selection, law = _prepare(frame, law, offset, cluster, name, options)
-    _check_fixed(law, fixed)
+    check_fixed(law, fixed)
     check_levels(law, selection.frame, set(fixed), name)
     check_measured(law, selection, set(fixed), name)
+    check_random(selection.frame, random, law.target, name)
     problem, solution = from_starts(law, selection, fixed, huber_delta, likelihood)
-    require(selection.frame, [c for text in random or () for c in parse(text).columns], name)
     terms, notes = _terms((cluster,) if random is None else random, selection.frame)
     model = _model(selection, problem, terms, likelihood, huber_delta)
     pooled = solution.theta[np.argmin(solution.objective)]
-    fitted = mixed.estimate(model, pooled, robust_scale(law, problem, pooled))
+    scale = robust_scale(law, problem, pooled)
+    check_delta(huber_delta, scale)
+    fitted = mixed.estimate(model, pooled, scale)
     if not terms and likelihood == "huber" and huber_delta and not selection.censored.any():
         # The scale does not move the minimum of a Huber loss with a given delta.
         fitted = replace(fitted, theta=pooled)
@@ -312,7 +323,7 @@ def _prepare(
     options: Mapping[str, Any],
 ) -> tuple[Selection, Law]:
     """Select usable rows and add one offset factor per column with more than one level."""
-    require(frame, offset, name)
+    check_offsets(frame, offset, name)
     if offset:
         frame = frame.assign(**{column: frame[column].fillna("unknown") for column in offset})
     selection = select(
@@ -331,22 +342,6 @@ def _prepare(
             # The most frequent level last: it is the one that the others are coded against.
             extra.append(offset_factor(column, tuple(map(str, levels.index))))
     return selection, law.with_factors(*extra)
-
-
-def _check_fixed(law: Law, fixed: Mapping[str, float]) -> None:
-    """Raise if a fixed parameter is not one of the law's or is out of its bounds."""
-    by_name = {p.name: p for p in law.parameters}
-    for parameter, value in fixed.items():
-        if parameter not in by_name:
-            raise FitError(
-                f"--fix {parameter}: law {law.name!r} has no such parameter. "
-                f"Its parameters are: {', '.join(by_name)}."
-            )
-        low, high = by_name[parameter].low, by_name[parameter].high
-        if not low <= value <= high:
-            raise FitError(
-                f"--fix {parameter}: must be between {low:g} and {high:g}. Got {value:g}."
-            )
 
 
 def _data(selection: Selection, law: Law, name: str, cluster: str, options: dict[str, Any]) -> Data:

@@ -311,7 +311,8 @@ def _scale_uncertainty(model: Model, point: Array, mode: Mode) -> tuple[Array, A
             hessian[a, b] = hessian[b, a] = (both - up[i][0] - up[j][0] + center) / step**2
     slopes = np.zeros((count, p, p))
     for i in active:
-        slopes[i] = (up[i][1] - down[i][1]) / (2 * step)
+        with np.errstate(invalid="ignore"):  # the variance of what no row informs is infinite
+            slopes[i] = (up[i][1] - down[i][1]) / (2 * step)
     values, vectors = np.linalg.eigh(hessian)
     # A flat direction means that nothing is known: keep it wide instead of negative.
     inverse = (vectors / np.maximum(values, 1e-2)) @ vectors.T

@@ -126,7 +126,8 @@ class Normal:
         else:
             rolled = self.factor.solve(np.roll(scaled, -self.p, axis=0))
             solution = np.roll(rolled, self.p, axis=0)
-        return (solution.T * unit).T
+        with np.errstate(over="ignore"):  # of a parameter that no row informs
+            return (solution.T * unit).T
 
     def log_determinant(self) -> float:
         """Log determinant of the normal matrix in the parameters' own units."""

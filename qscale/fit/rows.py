@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import pandas as pd
 
 from qscale.errors import FitError, TableError
 from qscale.laws import columns_of
-from qscale.table import require
+from qscale.table import require, require_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,7 +105,10 @@ def select(
     FitError
         If no usable row is left.
     """
-    require(frame, (*law.columns, law.target), name)
+    require(frame, law.columns, name)
+    require_numbers(frame, [law.target], name)
+    if law.target in law.columns:
+        raise FitError(f"{name}: law {law.name!r} reads {law.target!r}, which it is to predict.")
     if cluster not in frame.columns:
         raise TableError(f"{name}: no column {cluster!r} to cluster by; choose one with --cluster.")
     reasons: list[SetAside] = []
@@ -131,7 +135,8 @@ def select(
     frame = keep(frame, known, f"{law.target} is not known")
     usable = np.isfinite(frame["_observed"].to_numpy())
     frame = keep(frame, usable, f"{law.target} is not above zero and has no logarithm")
-    frame = keep(frame, _in_domain(frame, law), "a column is outside the law's domain")
+    frame = keep(frame, _in_domain(frame, law, name), "a column is outside the law's domain")
+    frame = keep(frame, _has_value(frame, law), f"law {law.name!r} gives no number at any start")
     if frame.empty:
         raise FitError(f"{name}: no row is left to fit {law.name!r} to. {explain(reasons)}")
     frame = frame.reset_index(drop=True)
@@ -194,20 +199,44 @@ def matches(frame: pd.DataFrame, where: str, name: str) -> np.ndarray:
         mask = frame.eval(where, engine="python")
     except Exception as error:  # pandas raises many types for a query that cannot be evaluated
         raise TableError(f"{name}: --where {where!r} cannot be evaluated ({error}).") from error
+    if isinstance(mask, pd.DataFrame):
+        raise TableError(f"{name}: --where {where!r} assigns; write == to compare.")
     mask = np.asarray(pd.Series(mask, index=frame.index).fillna(False))
     if mask.dtype != bool:
         raise TableError(f"{name}: --where {where!r} must be true or false for each row.")
     return mask
 
 
-def _in_domain(frame: pd.DataFrame, law: Law) -> np.ndarray:
+def _in_domain(frame: pd.DataFrame, law: Law, name: str) -> np.ndarray:
     """Rows at which every factor has a finite gradient, as with the log of a positive number."""
     if frame.empty:
         return np.ones(0, dtype=bool)
     start = np.array([[p.internal(p.starts[0]) for p in law.parameters]])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        gradient = law.gradient(start, columns_of(law, frame))[0]
+    try:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            gradient = law.gradient(start, columns_of(law, frame))[0]
+    except TypeError as error:
+        texts = [c for c in law.columns if not pd.api.types.is_numeric_dtype(frame[c])]
+        raise TableError(
+            f"{name}: law {law.name!r} needs numbers, but column "
+            f"{' or '.join(map(repr, texts))} holds text."
+        ) from error
     return np.broadcast_to(np.isfinite(gradient).all(axis=1), len(frame))
+
+
+def _has_value(frame: pd.DataFrame, law: Law) -> np.ndarray:
+    """Rows at which the law has a finite value from at least one of its starts."""
+    found = np.zeros(len(frame), dtype=bool)
+    # A linear law is finite wherever its gradient is.
+    starts = [] if law.linear else itertools.product(*(p.starts for p in law.parameters))
+    data = columns_of(law, frame)
+    for start in starts:
+        theta = [[p.internal(x) for p, x in zip(law.parameters, start, strict=True)]]
+        with np.errstate(all="ignore"):
+            found |= np.isfinite(law.location(np.array(theta), data)[0])
+        if found.all():
+            break
+    return found | law.linear
 
 
 def _cluster_codes(values: pd.Series) -> np.ndarray:
@@ -260,5 +289,6 @@ def check_measured(law: Law, selection: Selection, fixed: set[str], name: str) -
         raise FitError(
             f"{name}: {measured} of {len(selection.frame)} usable rows are measured ({below} lie "
             f"under their noise floor, {above} over the ceiling), too few for the {free} "
-            f"parameters of law {law.name!r}. Measure on more tokens, or lower --floor."
+            f"parameters of law {law.name!r}. Measure on more tokens, lower --floor or raise "
+            "--ceiling."
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ def load(path: str | Path) -> Fit:
     Raises
     ------
     FitError
-        If the file is missing, not a qscale fit, or of a later format.
+        If the file is missing, not a qscale fit, damaged, or of another format.
     """
     path = Path(path)
     if not path.is_file():
@@ -32,20 +33,36 @@ def load(path: str | Path) -> Fit:
     except (ValueError, KeyError, TypeError) as error:
         raise FitError(f"{path}: not a fit written by qscale fit.") from error
     if version != FORMAT:
-        raise FitError(f"{path}: format {version} is not known to this version of qscale.")
+        raise FitError(
+            f"{path}: format {version} is not known to this version of qscale; fit again."
+        )
+    try:
+        fit = _rebuild(content)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise FitError(f"{path}: the fit in it is damaged ({error}); fit again.") from error
+    size = len(fit.law.names)
+    joint = size + len(fit.effects.values)
+    shapes = fit.theta.shape, fit.cov.shape, fit.effects.cov.shape
+    if shapes != ((size,), (size, size), (joint, joint)) or not np.isfinite(fit.theta).all():
+        raise FitError(f"{path}: the fit in it is damaged (its parameters); fit again.")
+    return fit
+
+
+def _rebuild(content: dict[str, Any]) -> Fit:
+    """Put the parts together."""
     search = content["search"]
     if search["huber_delta"] is None:
         search["huber_delta"] = np.inf
-    theta = np.array(content["theta"])
+    theta = np.array(content["theta"], dtype=float)
     profiles, calibration = content["profiles"], content["calibration"]
     return Fit(
         law=from_spec(content["law"]),
         theta=theta,
         interval=content["interval"],
-        cov=np.array(content["cov"]),
-        dof=np.array(content["dof"]),
+        cov=np.array(content["cov"], dtype=float),
+        dof=np.array(content["dof"], dtype=float),
         effects=Effects.from_json(content["effects"]),
-        draws=np.array(content["draws"]).reshape(-1, len(theta)),
+        draws=np.array(content["draws"], dtype=float).reshape(-1, len(theta)),
         profiles=None if profiles is None else np.array(profiles, dtype=float),
         calibration=None if calibration is None else Calibration.from_json(calibration),
         search=Search(**{**search, "notes": tuple(search["notes"])}),

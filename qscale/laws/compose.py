@@ -61,7 +61,12 @@ def product(factors: Sequence[Factor]) -> Product:
     parameters: dict[str, Parameter] = {}
     for factor in factors:
         for parameter in factor.parameters:
-            parameters.setdefault(parameter.name, parameter)
+            known = parameters.setdefault(parameter.name, parameter)
+            if known.scale != parameter.scale:
+                raise FitError(
+                    f"parameter {known.name!r} is an amplitude or a decay in one factor and "
+                    "something else in another; give them different names."
+                )
     position = {name: i for i, name in enumerate(parameters)}
     slots = tuple(tuple(position[p.name] for p in factor.parameters) for factor in factors)
     return Product(tuple(factors), tuple(parameters.values()), slots)
@@ -169,6 +174,7 @@ def from_spec(entry: Mapping[str, Any], where: str = "factor") -> Factor:
         raise FitError(
             f"{where}: unknown factor {kind!r}. Factors are: {', '.join(FACTORS)}, total."
         )
+    _check_options(options, f"{where}: factor {kind!r}")
     try:
         if kind == "total":
             terms = [[from_spec(factor, where) for factor in term] for term in options.pop("terms")]
@@ -182,6 +188,24 @@ def from_spec(entry: Mapping[str, Any], where: str = "factor") -> Factor:
         raise FitError(
             f"{where}: factor {kind!r} does not take these options ({error})."
         ) from error
+
+
+def _check_options(options: Mapping[str, Any], where: str) -> None:
+    """Raise unless names are texts, bounds two numbers, starts numbers and the sign 1 or -1."""
+    for key, value in options.items():
+        listed = value if isinstance(value, list | tuple) else [None]
+        numbers = all(isinstance(x, int | float) for x in listed)
+        texts = all(isinstance(x, str) for x in listed)
+        wanted, right = {
+            "column": ("the name of a column", isinstance(value, str) and value != ""),
+            "name": ("a text", isinstance(value, str) and value != ""),
+            "bounds": ("two numbers, [low, high]", numbers and len(listed) == 2),
+            "starts": ("a list of numbers", numbers),
+            "sign": ("1 or -1", value in (1, -1)),
+            "levels": ("two or more texts or numbers", len(listed) > 1 and (numbers or texts)),
+        }.get(key, ("", True))
+        if not right:
+            raise FitError(f"{where}: {key} must be {wanted}. Got {value!r}.")
 
 
 FACTORS: dict[str, Callable[..., Factor]] = {

@@ -63,7 +63,8 @@ class Parameter:
 
     def natural(self, theta: Array) -> Array:
         """Map the solver's values back to the natural scale."""
-        return _NATURAL[self.scale](theta)
+        with np.errstate(over="ignore"):  # the end of an interval that is not determined
+            return _NATURAL[self.scale](theta)
 
     @property
     def bounds(self) -> tuple[float, float]:

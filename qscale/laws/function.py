@@ -101,9 +101,11 @@ def factor_of(
     where = f"{path or 'function'}:{name}"
     _one_of(where, "link", link, get_args(Link))
     _one_of(where, "derivative", derivative, get_args(Derivative))
+    if not columns or not isinstance(columns, (list, tuple)):
+        raise FitError(f"{where}: columns must list the columns that are read. Got {columns!r}.")
     columns = tuple(columns)
-    if not columns:
-        raise FitError(f"{where}: columns is empty; name the columns that the function reads.")
+    if not hasattr(parameters, "keys"):
+        raise FitError(f"{where}: parameters must be a table of names. Got {parameters!r}.")
     names = _argument_names(called, where)
     _same_names(names, parameters, where)
     known = tuple(parameter(n, parameters[n], where) for n in names)
@@ -184,6 +186,7 @@ class _Curve:
             ) from error
         except Exception as error:  # whatever the user's code raises
             if np.iscomplexobj(theta):
+                self._call(theta.real, data)  # raises what has nothing to do with complex numbers
                 raise FitError(self._not_complex(f"{error}")) from error
             raise FitError(f"{self.where}: raised {type(error).__name__}: {error}") from error
         if found.dtype.kind not in "iufc":
@@ -300,7 +303,7 @@ def load(path: str | Path) -> ModuleType:
         wanted.loader.exec_module(module)
     except SyntaxError as error:
         raise FitError(f"{path}: line {error.lineno}: {error.msg}.") from error
-    except Exception as error:  # whatever the user's file raises
+    except (Exception, SystemExit) as error:  # whatever the user's file raises
         raise FitError(f"{path}: raised {type(error).__name__}: {error}") from error
     return module
 

@@ -139,6 +139,9 @@ def from_python(path: str | Path, name: str) -> Law:
     missing = [key for key in ("target", "columns", "parameters") if key not in about]
     if missing:
         raise FitError(f"{where}: LAW has no {missing[0]!r}.")
+    for key in set(about) & {"name", "target", "source", "note"}:
+        if not isinstance(about[key], str):
+            raise FitError(f"{where}: {key} must be a text. Got {about[key]!r}.")
     return law_from_function(found, file=str(path), **about)
 
 
@@ -215,6 +218,11 @@ def _check_starts(factors: Sequence[compose.Factor], where: str) -> None:
     """Raise if a parameter cannot be searched for."""
     for parameter in compose.product(factors).parameters:
         inside = all(parameter.low <= start <= parameter.high for start in parameter.starts)
+        if parameter.scale != "linear" and parameter.low <= 0:
+            raise FitError(
+                f"{where}: parameter {parameter.name!r} is searched for on a {parameter.scale} "
+                f"scale; its bounds must be above zero. Got {parameter.low:g}."
+            )
         if not parameter.starts or not inside:
             raise FitError(
                 f"{where}: parameter {parameter.name!r} needs starts between "

@@ -239,6 +239,10 @@ def check_numbers(frame: pd.DataFrame, columns: Sequence[str], name: str) -> Non
     for column in columns:
         if not pd.api.types.is_numeric_dtype(frame[column]):
             raise TableError(f"{name}: column {column!r} must hold numbers.")
+        infinite = np.isinf(frame[column].to_numpy(dtype=float, na_value=np.nan))
+        if infinite.any():
+            row = int(np.flatnonzero(infinite)[0]) + 1
+            raise TableError(f"{name}: row {row}, column {column!r} is infinite; leave it empty.")
         if frame[column].isna().any():
             row = int(np.flatnonzero(frame[column].isna())[0]) + 1
             raise TableError(f"{name}: row {row} has no value in column {column!r}.")

@@ -28,13 +28,19 @@ if TYPE_CHECKING:
 
 SURPRISING = 0.1
 QUESTION = "How much will quantization cost, and how sure are we?"
-METHODS = (
-    "Restricted maximum likelihood: Patterson and Thompson, Biometrika 58 (1971).",
-    "Degrees of freedom: Satterthwaite, Biometrics Bulletin 2 (1946).",
-    "Cluster bootstrap: Cameron, Gelbach and Miller, Review of Economics and Statistics 90 (2008).",
-    "Cluster-robust covariance: Bell and McCaffrey, Survey Methodology 28 (2002).",
-    "Huber loss, 95 % efficient at 1.345 sigma: Huber, Robust Statistics (1981), section 4.5.",
-)
+REML = "Restricted maximum likelihood: Patterson and Thompson, Biometrika 58 (1971)."
+_FREEDOM = "Degrees of freedom: Satterthwaite, Biometrics Bulletin 2 (1946)."
+_ROBUST = "Cluster-robust covariance: Bell and McCaffrey, Survey Methodology 28 (2002)."
+METHODS = {
+    "model": _FREEDOM,
+    "profile": _FREEDOM,
+    "sandwich": _ROBUST,
+    "conformal": _ROBUST,
+    "bootstrap": "Cluster bootstrap: Cameron, Gelbach and Miller, Review of Economics and "
+    "Statistics 90 (2008).",
+    "huber": "Huber loss, 95 % efficient at 1.345 sigma: Huber, Robust Statistics (1981), section "
+    "4.5.",
+}
 
 
 def blocks(groups: Sequence[Group]) -> list[Block]:
@@ -304,7 +310,10 @@ def _sources(groups: Sequence[Group]) -> list[Block]:
     members = [member for group in groups for member in group.members]
     lines = [f"{m.law.name}: {m.law.source}." for m in members if m.law.source]
     lines += [f"{m.law.name} constants: {p.source}." for m in members for p in published(m.law)]
-    lines += METHODS
+    lines.append(REML)
+    for member in members:
+        used = (member.fit.interval, member.fit.data.options.get("likelihood", "huber"))
+        lines += [METHODS[name] for name in used if name in METHODS]
     lines += [line for member in members for line in _data_sources(member)]
     return [Heading("Sources", 2, "sources"), Bullets(tuple(dict.fromkeys(lines)))]
 

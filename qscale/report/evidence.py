@@ -194,7 +194,7 @@ def held_out(
     group
         Fits of one target on one table. Splits are made of the rows that all of them can use.
     n_boot
-        Bootstrap refits behind the intervals that are scored.
+        Refits behind the scored intervals of fits whose intervals are a bootstrap's.
     progress
         Called with what is being done.
     """

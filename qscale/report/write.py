@@ -75,7 +75,8 @@ def write_report(
     force
         Replace outputs that exist.
     n_boot
-        Bootstrap refits behind the intervals that are scored on held-out rows.
+        Refits behind the intervals scored on held-out rows, of fits whose intervals are a
+        bootstrap's.
     progress
         Called with what is being done.
 

@@ -16,6 +16,7 @@ import pandas as pd
 
 from qscale.errors import FitError
 from qscale.fit.likelihood import HUBER_EFFICIENT
+from qscale.fit.options import check_offsets
 from qscale.fit.rows import SetAside, matches
 from qscale.fit.rows import select as select_rows
 from qscale.laws import columns_of
@@ -160,7 +161,7 @@ def select_factors(
             f"law {law.name!r} is not a product of powers and exponentials, linear on the log "
             "scale; factors can be selected only for such a law."
         )
-    require(frame, offset, name)
+    check_offsets(frame, offset, name)
     frame = frame.assign(**{column: frame[column].fillna("unknown") for column in offset})
     kept = frame[matches(frame, where, name)] if where else frame
     started, factors = _factors(law, candidates, offset, kept, name)
@@ -207,6 +208,9 @@ def _factors(
     """Return the law with its offsets, and the candidates by label."""
     law = law.with_factors(*(_levels(c, frame) for c in offset if len(set(frame[c])) > 1))
     factors = {_label(f): f for f in (candidate(text, frame, name) for text in candidates)}
+    for label, factor in factors.items():
+        if law.target in factor.columns:
+            raise FitError(f"--candidates {label}: {law.target} is what the law predicts.")
     for label in factors.keys() & {_label(factor) for factor in law.factors}:
         raise FitError(f"--candidates {label}: law {law.name!r} has this factor already.")
     return law, factors

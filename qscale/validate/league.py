@@ -17,6 +17,7 @@ from qscale.errors import FitError, QscaleError
 from qscale.fit import fit
 from qscale.laws import Law
 from qscale.laws.factors import constant
+from qscale.table import require_numbers
 from qscale.validate.paired import holm, paired
 from qscale.validate.scores import SCORES, held_out, scorable, summarize
 
@@ -260,6 +261,7 @@ def _scorable_splits(
     """Keep the splits with a held-out row that has a log target; say which rows have none."""
     if target not in frame.columns:
         raise FitError(f"the table has no column {target!r} to predict.")
+    require_numbers(frame, [target], "--target")
     usable = scorable(frame, target)
     reason = f"{target} is unknown or not above zero, or their status is not ok"
     kept = [split for split in splits if (split.test & usable).any()]
