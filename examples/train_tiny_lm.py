@@ -23,11 +23,17 @@ import gzip
 import lzma
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.progress import Progress
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ def build_model(recipe: Recipe) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def optimizer_for(model: LlamaForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
+def optimizer_for(model: PreTrainedModel, recipe: Recipe) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     gains = [p for p in model.parameters() if p.ndim <= 1]
@@ -113,14 +119,15 @@ def optimizer_for(model: LlamaForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=recipe.lr_peak, betas=(0.9, 0.95))
 
 
-def sidecar(recipe: Recipe, step: int, text: str) -> str:
+def sidecar(recipe: Recipe, step: int, text: str, name: str = "tiny-llama-bytes") -> str:
     """Describe the checkpoint after ``step`` optimizer steps in the format qscale reads."""
     decayed = max(0, step - recipe.decay_start) / (recipe.steps - recipe.decay_start)
     lr_sum = sum(recipe.lr(s) for s in range(step))
+    run = "tiny-wsd" if name == "tiny-llama-bytes" else name
     return f"""# How this checkpoint was trained; read by qscale measure and qscale predict.
 [training]
-family = "tiny-llama-bytes"
-run = "tiny-wsd-{recipe.lr_peak:g}-seed{recipe.seed}"
+family = "{name}"
+run = "{run}-{recipe.lr_peak:g}-seed{recipe.seed}"
 tokens = {step * recipe.batch_tokens}
 lr_peak = {recipe.lr_peak:g}
 lr = {recipe.lr_peak * (1 - decayed):g}
@@ -135,23 +142,29 @@ source = "examples/train_tiny_lm.py on {text}"
 """
 
 
-def save(model: LlamaForCausalLM, folder: Path, description: str) -> None:
+def save(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path, description: str
+) -> None:
     """Write model, tokenizer and sidecar to one folder."""
     model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     (folder / "qscale.toml").write_text(description)
 
 
-def train(data: torch.Tensor, recipe: Recipe, out: Path, text: str) -> None:
-    """Run the recipe on ``data`` and save the two checkpoints under ``out``."""
-    model = build_model(recipe)
+def train(
+    model: PreTrainedModel,
+    data: torch.Tensor,
+    recipe: Recipe,
+    at_decay_start: Callable[[], None] = lambda: None,
+) -> None:
+    """Run the recipe on a vector of token ids, in place."""
     optimizer = optimizer_for(model, recipe)
     draw = torch.Generator().manual_seed(recipe.seed)
     with Progress() as progress:
         task = progress.add_task("training", total=recipe.steps)
         for step in range(recipe.steps):
             if step == recipe.decay_start:
-                save(model, out / "tiny-wsd-stable", sidecar(recipe, step, text))
+                at_decay_start()
             starts = torch.randint(
                 len(data) - recipe.context, (recipe.batch_windows,), generator=draw
             )
@@ -164,9 +177,10 @@ def train(data: torch.Tensor, recipe: Recipe, out: Path, text: str) -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             if step % 50 == 0:
-                progress.update(task, description=f"training, loss {loss.item():.3f} nats per byte")
+                progress.update(
+                    task, description=f"training, loss {loss.item():.3f} nats per token"
+                )
             progress.advance(task)
-    save(model, out / "tiny-wsd-decayed", sidecar(recipe, recipe.steps, text))
 
 
 def main() -> None:
@@ -184,7 +198,13 @@ def main() -> None:
         parser.error(
             f"{args.text} holds {len(data)} bytes; at least {recipe.context + 1} are needed"
         )
-    train(data, recipe, args.out, args.text.name)
+    model, tokenizer = build_model(recipe), byte_tokenizer()
+
+    def keep(name: str, step: int) -> None:
+        save(model, tokenizer, args.out / name, sidecar(recipe, step, args.text.name))
+
+    train(model, data, recipe, lambda: keep("tiny-wsd-stable", recipe.decay_start))
+    keep("tiny-wsd-decayed", recipe.steps)
 
 
 if __name__ == "__main__":
