@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from qscale.laws import Law
 
-FINEST_DELTA = 1e-3  # of the residuals' scale; below it the Huber loss has no scale of its own
+FINEST_DELTA = 1e-5  # of the residuals' scale; below it the Huber loss has no scale of its own
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -114,9 +114,9 @@ def check_random(frame: pd.DataFrame, random: Sequence[str] | None, target: str,
 
 
 def check_delta(huber_delta: float | None, scale: float) -> None:
-    """Raise if the Huber loss would turn linear far inside the scatter of the residuals."""
+    """Raise if the Huber loss would be linear practically everywhere."""
     if huber_delta is not None and huber_delta < FINEST_DELTA * scale:
         raise FitError(
-            f"--huber-delta {huber_delta:g} is less than a thousandth of the residuals' scale, "
+            f"--huber-delta {huber_delta:g} is far below the residuals' scale, "
             f"{scale:.2g}; give one nearer to it, or leave it out."
         )

@@ -78,7 +78,7 @@ def data(tmp_path, monkeypatch):
         (("--ceiling", "1e-9"), "72 over the ceiling.*raise --ceiling"),
         (("--huber-delta", "nan"), "--huber-delta must be a number, above zero. Got nan"),
         (("--huber-delta", "inf"), "--huber-delta must be a number, above zero. Got inf"),
-        (("--huber-delta", "1e-9"), "less than a thousandth of the residuals' scale"),
+        (("--huber-delta", "1e-9"), "far below the residuals' scale"),
         (("--seed", "-1"), "--seed"),
         (("--target", "method"), "column 'method' must hold numbers"),
         (("--target", "bits"), "law 'ouyang' reads 'bits', which it is to predict"),

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from qscale.fit import fit
-from qscale.laws import get
+from qscale.laws import get, is_named, published
 from qscale.predict import predict
 from qscale.report import words
 from qscale.report.evidence import (
@@ -18,8 +18,6 @@ from qscale.report.evidence import (
     comparable,
     gather,
     held_out,
-    is_named,
-    published,
     summarize,
 )
 from qscale.validate import largest, leave_one_out, score
