@@ -1,76 +1,71 @@
-"""What a checkpoint folder holds, read without torch; `qscale.model` opens it.
+"""What a checkpoint holds, read without torch; `qscale.model` opens it.
 
-A checkpoint is a Hugging Face folder: ``config.json``, safetensors weights, a tokenizer and,
-optionally, ``qscale.toml`` with a ``[training]`` table of how it was trained.
+A checkpoint is a Hugging Face folder (``config.json``, safetensors weights and a tokenizer), a
+model on the hub, or a GGUF file. How it was trained is read by `qscale.provenance`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qscale import gguf_file
 from qscale.errors import CheckpointError
-from qscale.shards import locate, read_json, sha256
-from qscale.table import COLUMNS
+from qscale.hub import Source, find
+from qscale.provenance import (
+    TRAINING_COLUMNS,
+    Statement,
+    combine,
+    from_name,
+    statements,
+    training_metadata,
+)
+from qscale.shards import StoredTensor, locate, read_json, sha256
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
-TRAINING_COLUMNS = (
-    "family",
-    "run",
-    "tokens",
-    "step",
-    "lr_peak",
-    "lr",
-    "lr_schedule",
-    "decay_fraction",
-    "decay_share",
-    "lr_sum",
-    "weight_decay",
-    "batch_tokens",
-    "optimizer",
-    "averaging",
-    "source",
-)
-"""Columns of the measurement table that a sidecar or a user states about the training."""
-
-SIDECAR = "qscale.toml"
+__all__ = ["TRAINING_COLUMNS", "Description", "describe", "is_buffer", "training_metadata"]
 
 # Innermost module of tensors outside the transformer's body, over model families.
 _EMBEDDINGS = frozenset(
     ("embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "word_embeddings")
 )
 _HEADS = frozenset(("lm_head", "embed_out"))
+_FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a checkpoint folder holds, read without loading the model.
+    """What a checkpoint holds, read without loading the model.
 
     Parameters
     ----------
     folder
-        The folder.
+        The folder that holds the files; for a model on the hub, the one in the cache.
     checkpoint
         Content hash: first 12 hexadecimal digits of the SHA-256 over all tensors in name order.
         It does not depend on how they are split over files.
     architecture
         ``model_type`` of ``config.json``.
     n_params
-        Parameters without token and position embeddings and without the LM head.
+        Parameters without token and position embeddings and without the LM head. Of a mixture of
+        experts, those of all experts.
     n_params_total
         All parameters; tied embeddings count once.
     vocab_size
         Rows of the token embedding, or None if the configuration does not say.
     max_context
         Longest input the configuration allows, tokens, or None if it does not say.
-    training
-        Training metadata under the measurement table's column names; only what is known.
+    storage
+        Number formats of the stored parameters, that of the most first: ``BF16``.
+    statements
+        What sidecar, trainer state, names and hub id say about the training, the most trusted
+        first; see :func:`qscale.provenance.combine`.
+    gguf
+        Name of the GGUF file, whose weights are dequantized on loading, or None.
     """
 
     folder: Path
@@ -80,16 +75,26 @@ class Description:
     n_params_total: int
     vocab_size: int | None
     max_context: int | None
-    training: dict[str, float | str]
+    storage: str
+    statements: tuple[Statement, ...]
+    gguf: str | None = None
+
+    @property
+    def training(self) -> dict[str, float | str]:
+        """Training metadata under the measurement table's column names; only what is known."""
+        return combine(self.statements).values
 
 
-def describe(folder: str | Path) -> Description:
-    """Read size, content hash and training metadata of a checkpoint folder, without torch.
+def describe(checkpoint: str | Path, revision: str | None = None) -> Description:
+    """Read size, content hash and training metadata of a checkpoint, without torch.
 
     Parameters
     ----------
-    folder
-        Hugging Face folder with ``config.json`` and safetensors weights.
+    checkpoint
+        Hugging Face folder with ``config.json`` and safetensors weights, a ``.gguf`` file, or a
+        hub id, ``org/name`` or ``org/name@revision``.
+    revision
+        Branch, tag or commit on the hub, if the id does not end in one.
 
     Returns
     -------
@@ -99,36 +104,56 @@ def describe(folder: str | Path) -> Description:
     Raises
     ------
     CheckpointError
-        If the folder or a file is missing, damaged or not a causal language model.
+        If the checkpoint or a file is missing, damaged or not a causal language model.
     """
-    folder = Path(folder)
-    config = _config(folder)
-    training = _sidecar(folder / SIDECAR)
-    tensors = locate(folder)
+    source = find(checkpoint, revision)
+    if source.path.suffix == ".gguf" and source.path.is_file():
+        folder, gguf = source.path.parent, source.path.name
+        tensors, config = gguf_file.read_gguf(source.path)
+        embeddings, heads = gguf_file.EMBEDDINGS, gguf_file.HEADS
+        stated = statements(folder, from_name(source.path.stem, "file name"))
+    else:
+        folder, gguf = source.path, None
+        config = _config(folder)
+        stated = _stated(source)
+        tensors = locate(folder)
+        _check_dtypes(tensors)
+        embeddings, heads = _EMBEDDINGS, _HEADS
     digests = {name: sha256(tensors[name]) for name in sorted(tensors)}
     content = hashlib.sha256()
     for name, digest in digests.items():
         content.update(f"{name} {tensors[name].dtype} {tensors[name].shape} {digest}\n".encode())
     sizes = {name: t.size for name, t in tensors.items() if not is_buffer(name, ndim=len(t.shape))}
-    outer = {name for name in sizes if _module(name) in _EMBEDDINGS | _HEADS}
-    copies = _tied_copies(outer, digests, config.get("tie_word_embeddings"))
-    total = sum(size for name, size in sizes.items() if name not in copies)
+    outer = {name for name in sizes if _module(name) in embeddings | heads}
+    copies = _tied_copies(
+        {name: digests[name] for name in outer}, heads, config.get("tie_word_embeddings")
+    )
     return Description(
         folder=folder,
         checkpoint=content.hexdigest()[:12],
         architecture=config["model_type"],
         n_params=sum(size for name, size in sizes.items() if name not in outer),
-        n_params_total=total,
+        n_params_total=sum(size for name, size in sizes.items() if name not in copies),
         vocab_size=config.get("vocab_size"),
         max_context=config.get("max_position_embeddings") or config.get("n_positions"),
-        training=training,
+        storage=_storage(tensors, sizes),
+        statements=stated,
+        gguf=gguf,
     )
+
+
+def _stated(source: Source) -> tuple[Statement, ...]:
+    """Read what a folder and its name, or a hub id and revision, say about the training."""
+    if source.repo is None or source.revision is None:
+        return statements(source.path, from_name(source.path.resolve().name, "folder name"))
+    # Revisions of one model are taken for one training run.
+    origin = {"run": source.repo, "source": f"{source.repo}@{source.revision}"}
+    named = from_name(source.revision, "revision")
+    return (*statements(source.path, named), Statement("hub id", origin))
 
 
 def _config(folder: Path) -> dict[str, Any]:
     """Read ``config.json`` and refuse what is not a plain causal language model."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: not a folder. Give a Hugging Face checkpoint folder.")
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder}: no config.json. Give a Hugging Face checkpoint folder.")
@@ -145,6 +170,24 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def _check_dtypes(tensors: Mapping[str, StoredTensor]) -> None:
+    """Refuse parameters stored as anything but plain floating-point numbers."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _FLOATS and not is_buffer(name, ndim=len(tensor.shape)):
+            raise CheckpointError(
+                f"{tensor.file}: {name!r} must be stored as one of {', '.join(sorted(_FLOATS))}. "
+                f"Got {tensor.dtype} instead. Give the checkpoint before quantization."
+            )
+
+
+def _storage(tensors: Mapping[str, StoredTensor], sizes: Mapping[str, int]) -> str:
+    """Name the number formats of the parameters, that of the most first."""
+    held: dict[str, int] = {}
+    for name, size in sizes.items():
+        held[tensors[name].dtype] = held.get(tensors[name].dtype, 0) + size
+    return ", ".join(sorted(held, key=lambda dtype: -held[dtype]))
+
+
 def _module(name: str) -> str:
     """Return the innermost module of a parameter: ``h.0.mlp.c_fc.weight`` gives ``c_fc``."""
     return name.split(".")[-2] if "." in name else ""
@@ -152,80 +195,18 @@ def _module(name: str) -> str:
 
 def is_buffer(name: str, *, ndim: int) -> bool:
     """Whether a saved tensor is not a parameter: causal masks and rotary frequencies."""
-    if name.endswith(("masked_bias", "inv_freq")):
+    if name.endswith(("masked_bias", "inv_freq")) or name in gguf_file.BUFFERS:
         return True
     return name.endswith((".attn.bias", ".attention.bias")) and ndim == 4
 
 
-def _tied_copies(outer: set[str], digests: dict[str, str], tied: bool | None) -> set[str]:
-    """Heads that are the token embedding under a second name.
+def _tied_copies(
+    outer: Mapping[str, str], head_modules: frozenset[str], tied: bool | None
+) -> set[str]:
+    """Heads that are the token embedding under a second name, from names and digests.
 
     A configuration that does not say whether they are tied is settled by the bytes.
     """
-    heads = {name for name in outer if _module(name) in _HEADS and name.endswith("weight")}
-    embeddings = {digests[name] for name in outer - heads}
-    return {name for name in heads if tied or (tied is None and digests[name] in embeddings)}
-
-
-def _sidecar(path: Path) -> dict[str, float | str]:
-    """Read the training metadata beside a checkpoint; an absent file says nothing."""
-    if not path.is_file():
-        return {}
-    try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # malformed TOML or bytes that are not UTF-8
-        raise CheckpointError(f"{path}: not valid TOML ({error}).") from error
-    unknown = [key for key in found if key != "training"]
-    if unknown or not isinstance(found.get("training", {}), dict):
-        raise CheckpointError(
-            f"{path}: unknown key {(unknown or ['training'])[0]!r}. "
-            "The file holds one table, [training]."
-        )
-    return training_metadata(found.get("training", {}), str(path))
-
-
-def training_metadata(values: Mapping[str, Any], where: str) -> dict[str, float | str]:
-    """Check training metadata against the measurement table's columns; nulls are left out.
-
-    Parameters
-    ----------
-    values
-        Values by column name, one of `TRAINING_COLUMNS`.
-    where
-        File or option group for messages.
-
-    Returns
-    -------
-    dict
-        Numbers as floats, text as strings.
-
-    Raises
-    ------
-    CheckpointError
-        If a name is unknown, or a value is of the wrong kind or out of its column's range.
-    """
-    unknown = [name for name in values if name not in TRAINING_COLUMNS]
-    if unknown:
-        raise CheckpointError(
-            f"{where}: unknown key {unknown[0]!r}. Known are: {', '.join(TRAINING_COLUMNS)}."
-        )
-    return {name: _value(name, v, where) for name, v in values.items() if v is not None}
-
-
-def _value(name: str, value: object, where: str) -> float | str:
-    """Check one value of training metadata."""
-    column = COLUMNS[name]
-    if column.kind == "text":
-        if not isinstance(value, str):
-            raise CheckpointError(f"{where}: {name!r} must be text. Got {value!r} instead.")
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise CheckpointError(f"{where}: {name!r} must be a number. Got {value!r} instead.")
-    low = -math.inf if column.low is None else column.low
-    high = math.inf if column.high is None else column.high
-    if not low <= value <= high:
-        raise CheckpointError(
-            f"{where}: {name!r} must be between {low:g} and {high:g}. Got {value:g} instead. "
-            f"{column.hint}".rstrip()
-        )
-    return float(value)
+    heads = {name for name in outer if _module(name) in head_modules and name.endswith("weight")}
+    embeddings = {digest for name, digest in outer.items() if name not in heads}
+    return {name for name in heads if tied or (tied is None and outer[name] in embeddings)}

@@ -1,4 +1,4 @@
-"""Open a checkpoint folder with torch: its model and tokenizer, and the matrices to quantize."""
+"""Open a checkpoint with torch: its model and tokenizer, and the matrices to quantize."""
 
 from __future__ import annotations
 
@@ -69,33 +69,36 @@ def require_torch() -> None:
         ) from error
 
 
-def load(folder: str | Path, *, device: str = "cpu") -> Checkpoint:
-    """Open a checkpoint folder: model in float32 and evaluation mode, tokenizer, description.
+def load(checkpoint: str | Path, *, revision: str | None = None, device: str = "cpu") -> Checkpoint:
+    """Open a checkpoint: model in float32 and evaluation mode, tokenizer, description.
 
-    Nothing is fetched: only files in the folder are read, and no code from it is run. GPT-2's
-    ``Conv1D`` modules are replaced by the ``torch.nn.Linear`` they are, so that every block
-    matrix is a Linear weight of shape (out, in). Tied weights stay tied.
+    No code of the checkpoint is run. GPT-2's ``Conv1D`` modules are replaced by the
+    ``torch.nn.Linear`` they are, and the fused tensors of a mixture's experts by one parameter
+    for each expert, so that every block matrix is a parameter of shape (out, in). Tied weights
+    stay tied.
 
     Parameters
     ----------
-    folder
-        Hugging Face folder.
+    checkpoint, revision
+        Hugging Face folder, ``.gguf`` file or hub id; see :func:`qscale.checkpoint.describe`.
     device
         Where the model goes, as torch names it.
 
     Raises
     ------
     CheckpointError
-        If the folder is unusable, a weight is missing or not finite, or the tokenizer is missing.
+        If the checkpoint is unusable, a weight is missing or not finite, the tokenizer is
+        missing, or the model is not a causal one.
     QscaleError
         If torch or transformers is not installed, or the device cannot be used.
     """
     require_torch()
-    description = describe(folder)
+    description = describe(checkpoint, revision)
     with _quiet_transformers():
         model = _load_model(description)
-        tokenizer = _load_tokenizer(description.folder)
+        tokenizer = _load_tokenizer(description)
     _swap_conv1d(model)
+    _split_experts(model)
     _check_sizes(description, model)
     try:
         model = model.to(device)
@@ -104,7 +107,9 @@ def load(folder: str | Path, *, device: str = "cpu") -> Checkpoint:
             f"device must be one torch can use, such as cpu. Got {device!r} instead "
             f"({_first_line(error)})."
         ) from error
-    return Checkpoint(description, model.eval(), tokenizer)
+    model = model.eval()
+    _check_outputs(description, model)
+    return Checkpoint(description, model, tokenizer)
 
 
 @contextlib.contextmanager
@@ -135,6 +140,8 @@ def _load_model(description: Description) -> PreTrainedModel:
             dtype=torch.float32,
             attn_implementation="eager",
             local_files_only=True,
+            trust_remote_code=False,
+            gguf_file=description.gguf,
             ignore_mismatched_sizes=True,  # reported below, in one line
             output_loading_info=True,
         )
@@ -158,15 +165,20 @@ def _load_model(description: Description) -> PreTrainedModel:
     return model
 
 
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder."""
+def _load_tokenizer(description: Description) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that lies with the weights."""
     from transformers import AutoTokenizer  # noqa: PLC0415 - only where a model is opened
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            description.folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            gguf_file=description.gguf,
+        )
     except _LOAD_ERRORS as error:
         raise CheckpointError(
-            f"{folder}: no usable tokenizer ({_first_line(error)}). "
+            f"{description.folder}: no usable tokenizer ({_first_line(error)}). "
             "Copy tokenizer.json and tokenizer_config.json into the folder."
         ) from error
     return tokenizer
@@ -193,6 +205,50 @@ def _swap_conv1d(model: PreTrainedModel) -> None:
         setattr(model.get_submodule(parent), child, linear)
 
 
+def _split_experts(model: PreTrainedModel) -> None:
+    """Replace fused expert tensors (experts, out, in) by one matrix for each expert, in place.
+
+    transformers computes experts one after another from ``tensor[expert]``; a list of parameters
+    answers that as well, and makes every matrix a parameter with a name of its own.
+    """
+    import torch  # noqa: PLC0415 - only where a model is opened
+
+    split = False
+    for module in list(model.modules()):
+        if getattr(module, "is_transposed", True):  # no experts, or stored as (in, out)
+            continue
+        fused = [(n, p) for n, p in module.named_parameters(recurse=False) if p.ndim == 3]
+        for name, tensor in fused:
+            delattr(module, name)
+            matrices = [torch.nn.Parameter(matrix) for matrix in tensor.detach()]
+            setattr(module, name, torch.nn.ParameterList(matrices))
+            split = True
+    if split:
+        model.set_experts_implementation("eager")
+
+
+def _check_outputs(description: Description, model: PreTrainedModel) -> None:
+    """Refuse a model whose logits are capped or look ahead: its loss would come out wrong."""
+    import torch  # noqa: PLC0415 - only where a model is opened
+
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    if cap:
+        raise CheckpointError(
+            f"{description.folder}: the model caps its logits (final_logit_softcapping is {cap:g})"
+            f". Architecture {description.architecture!r} is not supported."
+        )
+    ids = torch.arange(8, device=model.device) % model.get_input_embeddings().weight.shape[0]
+    other = ids.clone()
+    other[-1] = 0
+    with torch.inference_mode():
+        first, second = (model(input_ids=i[None], use_cache=False).logits for i in (ids, other))
+    if not torch.allclose(first[:, :-1], second[:, :-1], rtol=1e-3, atol=1e-3, equal_nan=True):
+        raise CheckpointError(
+            f"{description.folder}: predictions change with later tokens, so this is not a causal "
+            "language model."
+        )
+
+
 def _check_sizes(description: Description, model: PreTrainedModel) -> None:
     """Check that counting by tensor names, which needs no model, agrees with the model.
 
@@ -217,30 +273,35 @@ def _check_sizes(description: Description, model: PreTrainedModel) -> None:
 
 
 def quantizable(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Weight matrices of the Linear layers inside the transformer blocks, by parameter name.
+    """Weight matrices inside the transformer blocks, by parameter name.
 
-    Blocks are the numbered children of the model (``model.layers.0``, ``transformer.h.0``);
-    embeddings, the LM head and projections outside the blocks are left alone.
+    Blocks are the numbered children of the model (``model.layers.0``, ``transformer.h.0``). In
+    them count the weights of Linear layers and, in a mixture of experts, both matrices of each
+    expert (``model.layers.0.mlp.experts.gate_up_proj.3``). Embeddings, the LM head, routers and
+    projections outside the blocks are left alone.
 
     Raises
     ------
     CheckpointError
-        If they hold less than half of the non-embedding parameters, as in models that fuse
-        their experts into one tensor: their error would say little about the model's.
+        If they hold less than three quarters of the blocks' parameters, as where experts are
+        stored in another way: their error would say little about the model's.
     """
     import torch  # noqa: PLC0415 - only where a model is opened
 
     head = model.get_output_embeddings()
     found: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
-        inside = any(part.isdigit() for part in name.split("."))
-        if isinstance(module, torch.nn.Linear) and inside and module is not head:
+        if not any(part.isdigit() for part in name.split(".")):
+            continue
+        if isinstance(module, torch.nn.Linear) and module is not head:
             found[f"{name}.weight"] = module.weight
+        elif isinstance(module, torch.nn.ParameterList):
+            found |= {f"{name}.{i}": p for i, p in enumerate(module) if p.ndim == 2}
     inner = sum(
         p.numel() for n, p in model.named_parameters() if any(s.isdigit() for s in n.split("."))
     )
     held = sum(p.numel() for p in found.values())
-    if not found or 2 * held < inner:
+    if not found or 4 * held < 3 * inner:
         raise CheckpointError(
             f"{model.config.model_type}: only {held} of {inner} parameters of the blocks are "
             "weights of Linear layers. This architecture is not supported."

@@ -81,9 +81,11 @@ def locate(folder: Path) -> dict[str, StoredTensor]:
     """
     index = folder / "model.safetensors.index.json"
     shards = ["model.safetensors"]
+    promised: dict[str, str] = {}
     if index.is_file():
         try:
-            shards = sorted(set(read_json(index)["weight_map"].values()))
+            promised = dict(read_json(index)["weight_map"].items())
+            shards = sorted(set(promised.values()))
         except (KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(
                 f"{index}: 'weight_map' must name the file of each weight."
@@ -99,7 +101,11 @@ def locate(folder: Path) -> dict[str, StoredTensor]:
             + ". Convert the weights: load the folder with transformers and call "
             "model.save_pretrained(folder)."
         )
-    return {name: t for shard in shards for name, t in _header(folder / shard).items()}
+    tensors = {name: t for shard in shards for name, t in _header(folder / shard).items()}
+    for name, shard in promised.items():
+        if name not in tensors:
+            raise CheckpointError(f"{folder / shard}: lacks {name!r}, which {index.name} promises.")
+    return tensors
 
 
 def _header(path: Path) -> dict[str, StoredTensor]:
