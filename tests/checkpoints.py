@@ -49,6 +49,46 @@ def build_model(architecture: str, **changes: Any) -> Any:
         return hf.LlamaForCausalLM(hf.LlamaConfig(num_key_value_heads=2, **HEADS, **sizes))
 
 
+FAMILIES = {
+    "llama": (hf.LlamaForCausalLM, hf.LlamaConfig, {}),
+    "mistral": (hf.MistralForCausalLM, hf.MistralConfig, {"head_dim": 4}),
+    "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config, {}),
+    "qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config, {"head_dim": 4}),
+    "olmo2": (hf.Olmo2ForCausalLM, hf.Olmo2Config, {}),
+    "gemma": (hf.GemmaForCausalLM, hf.GemmaConfig, {"head_dim": 4}),
+    "gemma3": (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, {"head_dim": 4}),
+    "mixtral": (hf.MixtralForCausalLM, hf.MixtralConfig, {"head_dim": 4, "num_local_experts": 4}),
+    "olmoe": (hf.OlmoeForCausalLM, hf.OlmoeConfig, {"num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": (
+        hf.Qwen3MoeForCausalLM,
+        hf.Qwen3MoeConfig,
+        {
+            "head_dim": 4,
+            "moe_intermediate_size": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "gemma2": (hf.Gemma2ForCausalLM, hf.Gemma2Config, {"head_dim": 4}),
+}
+"""Families configured as Llama is: model, configuration, what else it needs."""
+
+
+def build_family(name: str, **changes: Any) -> Any:
+    """Initialise a causal language model of one more family over bytes from a fixed seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if name == "opt":
+            sizes = {"hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, **HEADS, **SPECIAL}
+            return hf.OPTForCausalLM(hf.OPTConfig(vocab_size=256, **sizes, **changes))
+        if name == "bloom":
+            sizes = {"hidden_size": 16, "n_layer": 2, "n_head": 4, **SPECIAL}
+            return hf.BloomForCausalLM(hf.BloomConfig(vocab_size=256, **sizes, **changes))
+        model, config, extra = FAMILIES[name]
+        sizes = {"vocab_size": 256, **SIZES["llama"], **HEADS, **SPECIAL, "num_key_value_heads": 2}
+        return model(config(**{**sizes, **extra, **changes}))
+
+
 def byte_tokenizer(bos: str | None = None) -> Any:
     """Build a tokenizer whose ids are bytes, if wanted with a BOS token behind them."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -1,0 +1,126 @@
+"""Every supported family: counts by hand, the same logits as transformers', no matrix skipped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qscale.checkpoint import describe
+from qscale.errors import CheckpointError
+from qscale.model import load, quantizable
+from tests.checkpoints import build_family, build_model, save
+
+# Two layers of width 16 over 256 tokens; four heads, two of them for keys and values.
+TOKENS = 256 * 16
+ATTENTION = 2 * 16 * 16 + 2 * 8 * 16
+MLP = 3 * 16 * 24
+ROUTER = 4 * 16
+OPT_POSITIONS = (32 + 2) * 16
+OPT_LAYER = 4 * (16 * 16 + 16) + 2 * 16 * 24 + 24 + 16 + 2 * 2 * 16
+
+# Parameters without embeddings and head, all parameters, matrices to quantize in one layer.
+COUNTS = {
+    "llama": (2 * (ATTENTION + MLP + 2 * 16) + 16, 2 * TOKENS, 7),
+    "mistral": (2 * (ATTENTION + MLP + 2 * 16) + 16, 2 * TOKENS, 7),
+    "qwen2": (2 * (ATTENTION + 16 + 8 + 8 + MLP + 2 * 16) + 16, 2 * TOKENS, 7),
+    "qwen3": (2 * (ATTENTION + 2 * 4 + MLP + 2 * 16) + 16, 2 * TOKENS, 7),
+    "olmo2": (2 * (ATTENTION + 16 + 8 + MLP + 2 * 16) + 16, 2 * TOKENS, 7),
+    "gemma": (2 * (ATTENTION + MLP + 2 * 16) + 16, TOKENS, 7),
+    "gemma3": (2 * (ATTENTION + 2 * 4 + MLP + 4 * 16) + 16, TOKENS, 7),
+    "opt": (2 * OPT_LAYER + 32, TOKENS + OPT_POSITIONS, 6),
+    "bloom": (
+        2 * (48 * 16 + 48 + 16 * 16 + 16 + 2 * 64 * 16 + 64 + 16 + 2 * 2 * 16) + 2 * 32,
+        TOKENS,
+        4,
+    ),
+    "mixtral": (2 * (ATTENTION + ROUTER + 4 * MLP + 2 * 16) + 16, 2 * TOKENS, 4 + 2 * 4),
+    "olmoe": (2 * (ATTENTION + 16 + 8 + ROUTER + 4 * MLP + 2 * 16) + 16, 2 * TOKENS, 4 + 2 * 4),
+    "qwen3-moe": (
+        2 * (ATTENTION + 2 * 4 + ROUTER + 4 * MLP // 3 + 2 * 16) + 16,
+        2 * TOKENS,
+        4 + 2 * 4,
+    ),
+}
+IDS = torch.arange(2 * 32).view(2, 32) * 3 % 256
+
+
+@pytest.mark.parametrize("family", COUNTS)
+def test_a_family_opens_with_the_counts_the_logits_and_all_matrices(tmp_path, family):
+    model = build_family(family).eval()
+    with torch.no_grad():
+        expected = model(input_ids=IDS).logits
+    folder = save(model, tmp_path)
+    body, outside, matrices = COUNTS[family]
+    described = describe(folder)
+    assert (described.n_params, described.n_params_total) == (body, body + outside)
+    assert described.storage == "F32"
+
+    found = load(folder).model
+    with torch.no_grad():
+        torch.testing.assert_close(found(input_ids=IDS).logits, expected, rtol=1e-5, atol=1e-6)
+    weights = quantizable(found)
+    assert len(weights) == 2 * matrices
+    by_name = dict(found.named_parameters())
+    assert all(by_name[name] is weight for name, weight in weights.items())
+    # What is left is embeddings, head, biases, gains and routers: no matrix is skipped.
+    left = {n: p for n, p in by_name.items() if n not in weights and p.ndim > 1}
+    kinds = {"embed_tokens", "lm_head", "embed_positions", "word_embeddings", "gate"}
+    assert {name.split(".")[-2] for name in left} <= kinds
+    assert all(p.ndim == 2 for p in by_name.values() if p.ndim > 1)
+
+
+def test_the_matrices_of_experts_are_those_that_transformers_fuses(tmp_path):
+    model = build_family("mixtral")
+    weights = quantizable(load(save(model, tmp_path)).model)
+    fused = model.model.layers[1].mlp.experts
+    for expert in range(4):
+        name = f"model.layers.1.mlp.experts.down_proj.{expert}"
+        assert torch.equal(weights[name], fused.down_proj[expert])
+        name = f"model.layers.1.mlp.experts.gate_up_proj.{expert}"
+        assert torch.equal(weights[name], fused.gate_up_proj[expert])
+
+
+def test_changing_one_expert_changes_the_model_and_its_gradient_is_its_own(tmp_path):
+    found = load(save(build_family("olmoe"), tmp_path)).model
+    with torch.no_grad():
+        before = found(input_ids=IDS).logits
+        quantizable(found)["model.layers.0.mlp.experts.down_proj.2"].mul_(2)
+        assert not torch.equal(found(input_ids=IDS).logits, before)
+    found(input_ids=IDS, labels=IDS).loss.backward()
+    grads = [p.grad for n, p in quantizable(found).items() if "experts" in n]
+    assert sum(g is not None and bool(g.abs().sum() > 0) for g in grads) >= 8
+
+
+def test_projections_around_narrow_embeddings_are_counted_and_left_alone(tmp_path):
+    found = load(save(build_family("opt", word_embed_proj_dim=8), tmp_path))
+    assert found.description.n_params == 2 * OPT_LAYER + 32 + 2 * 16 * 8
+    assert not any("project" in name for name in quantizable(found.model))
+
+
+def test_capped_logits_are_refused(tmp_path):
+    folder = save(build_family("gemma2"), tmp_path)
+    with pytest.raises(CheckpointError, match=r"caps its logits \(final_logit_softcapping is 30\)"):
+        load(folder)
+
+
+def test_a_model_that_looks_ahead_is_refused(tmp_path):
+    folder = save(build_family("gemma3", use_bidirectional_attention=True), tmp_path)
+    with pytest.raises(CheckpointError, match="predictions change with later tokens, so this is n"):
+        load(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["gpt2", "neox", "mixtral"])
+def test_half_precision_shards_open_as_float32(tmp_path, architecture, dtype):
+    build = build_family if architecture == "mixtral" else build_model
+    model = build(architecture).to(dtype).eval()
+    folder = save(model, tmp_path, max_shard_size="8KB")
+    assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
+    found = load(folder)
+    assert found.description.storage == {torch.float16: "F16", torch.bfloat16: "BF16"}[dtype]
+    assert {p.dtype for p in found.model.parameters()} == {torch.float32}
+    with torch.no_grad():
+        expected = model.float()(input_ids=IDS).logits
+        torch.testing.assert_close(
+            found.model(input_ids=IDS).logits, expected, rtol=1e-5, atol=1e-6
+        )
