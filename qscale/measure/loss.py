@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from qscale.errors import CheckpointError
+from qscale.measure.curvature.head import check_head, chunks, last_hidden
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from qscale.text import Windows
-
-CHUNK_LOGITS = 1 << 22
-"""Logits held at once, elements: 16 MiB in float32, over any vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,14 +131,13 @@ def reference(
         If the model's logits are not its LM head applied to its last hidden state, or its loss is
         not finite.
     """
-    _check_head(model, windows)
-    head = model.get_output_embeddings()
+    head = check_head(model, torch.from_numpy(windows.ids))
     nll = torch.zeros(len(windows), dtype=torch.float64)
     kept = []
     with torch.inference_mode():
         for owner, hidden, targets in _positions(model, windows, batch_windows, on_windows):
             kept.append(hidden.cpu())
-            for part in _chunks(len(targets), head):
+            for part in chunks(len(targets), len(head.weight)):
                 logp = head(hidden[part]).float().log_softmax(-1)
                 _add(nll, owner[part], _nll(logp, targets[part]))
     counts = windows.scored.sum(axis=1)
@@ -184,7 +181,7 @@ def compare(
         for owner, hidden, targets in _positions(model, full.windows, batch_windows, on_windows):
             kept = full.hidden[done : done + len(targets)].to(hidden.device)
             done += len(targets)
-            for part in _chunks(len(targets), head):
+            for part in chunks(len(targets), len(head.weight)):
                 logq = head(hidden[part]).float().log_softmax(-1)
                 logp = head(kept[part]).float().log_softmax(-1)
                 _add(nll, owner[part], _nll(logq, targets[part]))
@@ -203,17 +200,11 @@ def _positions(
     for start in range(0, len(windows), batch_windows):
         ids = torch.from_numpy(windows.ids[start : start + batch_windows]).to(model.device)
         scored = torch.from_numpy(windows.scored[start : start + batch_windows]).to(model.device)
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        hidden = last_hidden(model, ids)
         owner = scored.nonzero()[:, 0].cpu() + start
         yield owner, hidden[:, :-1][scored], ids[:, 1:][scored]
         if on_windows is not None:
             on_windows(len(ids))
-
-
-def _chunks(positions: int, head: torch.nn.Linear) -> Iterator[slice]:
-    """Cut positions so that their logits stay within `CHUNK_LOGITS` elements."""
-    size = max(1, CHUNK_LOGITS // head.weight.shape[0])
-    return (slice(start, start + size) for start in range(0, positions, size))
 
 
 def _nll(logp: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -224,20 +215,3 @@ def _nll(logp: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def _add(sums: torch.Tensor, owner: torch.Tensor, values: torch.Tensor) -> None:
     """Add the values of positions to the sums of the windows they lie in."""
     sums.index_add_(0, owner, values.double().cpu())
-
-
-def _check_head(model: PreTrainedModel, windows: Windows) -> None:
-    """Check on a few tokens that logits are the LM head applied to the last hidden state.
-
-    Some architectures scale or cap them on the way, and their loss would come out wrong.
-    """
-    with torch.inference_mode():
-        ids = torch.from_numpy(windows.ids[:1, :8]).to(model.device)
-        logits = model(input_ids=ids, use_cache=False).logits
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        rebuilt = model.get_output_embeddings()(hidden)
-    if not torch.allclose(logits, rebuilt, rtol=1e-4, atol=1e-4, equal_nan=True):
-        raise CheckpointError(
-            f"{type(model).__name__}: logits are not the LM head applied to the last hidden state. "
-            "This architecture is not supported."
-        )

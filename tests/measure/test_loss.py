@@ -9,7 +9,7 @@ import transformers as hf
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from qscale.errors import CheckpointError
-from qscale.measure import loss
+from qscale.measure.curvature import head
 from qscale.measure.loss import compare, mean_and_se, reference
 from qscale.measure.subject import open_subject
 from qscale.measure.weights import fake_quantized
@@ -64,7 +64,7 @@ def test_batches_and_chunks_change_nothing(either, monkeypatch):
     base = reference(model, windows, batch_windows=1)
     with fake_quantized(either.weights, Setting(3, 8)):
         once = compare(model, base, batch_windows=1)
-        monkeypatch.setattr(loss, "CHUNK_LOGITS", 256 * 7)
+        monkeypatch.setattr(head, "CHUNK_LOGITS", 256 * 7)
         for size in (3, 8, 1000):
             again = compare(model, base, batch_windows=size)
             for name in ("nll", "kl", "agreements"):

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from qscale.errors import CheckpointError
 from qscale.measure.curvature.estimate import TraceEstimate
 from qscale.measure.curvature.guard import differentiable
+from qscale.measure.curvature.head import (
+    block_traces,
+    check_head,
+    chunks,
+    head_logits,
+    own_parameters,
+    scored_hidden,
+)
 from qscale.measure.curvature.loss import (
     differentiate,
     inner_products,
     microbatches,
     rademacher,
-    scored_logits,
     scored_tokens,
+    stream,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    import torch
     from transformers import PreTrainedModel
 
     from qscale.measure.curvature.loss import Progress
+
+PROBES_AT_ONCE = 8
+"""Probes that share one pass over the logits; each adds the hidden states of a microbatch."""
 
 
 def ggn_trace(
@@ -58,7 +68,8 @@ def ggn_trace(
 
     :math:`G` is a sum over microbatches, and so is a probe: the squared norms of the microbatches
     are added, not their gradients, which leaves out the products between microbatches, noise of
-    mean zero.
+    mean zero. The block of an LM head that is not tied to the embedding needs no probes, see
+    :func:`~qscale.measure.curvature.head.block_traces`: its values are exact and all alike.
 
     Parameters
     ----------
@@ -94,25 +105,33 @@ def ggn_trace(
 
     Notes
     -----
-    Memory peaks at the activations and about four times the logits of a microbatch (windows times
-    context times vocabulary).
+    Memory peaks at the activations of a microbatch: logits exist for a chunk of positions only.
     """
     if num_probes < 2:
         raise ValueError(f"num_probes must be at least 2. Got {num_probes} instead.")
     tokens = scored_tokens(windows)
     values = np.zeros((num_probes, len(names)))
     with differentiable(model, names) as parameters:
+        head = check_head(model, windows)
+        own = own_parameters(model, parameters)
+        body = {name: p for name, p in parameters.items() if name not in own}
+        probed = [i for i, name in enumerate(names) if name not in own]
+        tied = next((i for i, p in enumerate(body.values()) if p is head.weight), None)
         for start, ids in microbatches(windows, batch_windows, model.device):
-            logits = scored_logits(model, ids)
-            p = logits.detach().softmax(dim=-1)
-            for probe in range(num_probes):
-                gradient = differentiate(
-                    logits,
-                    parameters,
-                    fisher_root(p, rademacher(p, seed, probe, start)).div_(math.sqrt(tokens)),
-                    retain_graph=probe + 1 < num_probes,
-                )
-                values[probe] += inner_products(gradient, gradient)
+            hidden, _ = scored_hidden(model, ids)
+            if own:
+                exact = block_traces(hidden.detach(), head)
+                values += [exact[own[n]] / tokens if n in own else 0.0 for n in names]
+            streams = [stream(hidden.device, seed, probe, start) for probe in range(num_probes)]
+            vectors = _pulled_back(hidden.detach(), head, streams, of_weight=tied is not None)
+            for probe, (of_hidden, of_weight) in enumerate(vectors):
+                if body:
+                    gradient = differentiate(
+                        hidden, body, of_hidden, retain_graph=probe + 1 < num_probes
+                    )
+                    if of_weight is not None and tied is not None:
+                        gradient[tied].add_(of_weight)
+                    values[probe, probed] += inner_products(gradient, gradient) / tokens
                 if on_probe:
                     on_probe(len(ids) / len(windows))
     if not np.isfinite(values).all():
@@ -121,6 +140,34 @@ def ggn_trace(
             "check its weights for NaN and infinite values."
         )
     return TraceEstimate(tuple(names), values, tokens, backward_passes=num_probes)
+
+
+def _pulled_back(
+    hidden: torch.Tensor,
+    head: torch.nn.Linear,
+    streams: Sequence[torch.Generator],
+    *,
+    of_weight: bool,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Yield each probe's vector :math:`B_t z_t`, carried from the logits back to the hidden states.
+
+    With ``of_weight`` it is carried back to the head's weight as well.
+    """
+    group = 1 if of_weight else PROBES_AT_ONCE  # a gradient of the head may be large
+    weight, bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
+    for first in range(0, len(streams), group):
+        members = streams[first : first + group]
+        at_hidden = hidden.new_zeros(len(members), *hidden.shape)
+        at_weight = torch.zeros_like(weight) if of_weight else None
+        for part in chunks(len(hidden), len(weight)):
+            p = head_logits(hidden[part], weight, bias).softmax(-1)
+            for total, generator in zip(at_hidden, members, strict=True):
+                u = fisher_root(p, rademacher(p, generator))
+                total[part] = u @ weight
+                if at_weight is not None:
+                    at_weight.addmm_(u.T, hidden[part])
+        for total in at_hidden:
+            yield total, at_weight
 
 
 def fisher_root(p: torch.Tensor, z: torch.Tensor) -> torch.Tensor:

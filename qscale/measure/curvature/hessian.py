@@ -11,12 +11,14 @@ import torch
 from qscale.errors import CheckpointError
 from qscale.measure.curvature.estimate import TraceEstimate, standard_error
 from qscale.measure.curvature.guard import differentiable, double_backward_attention
+from qscale.measure.curvature.head import check_head
 from qscale.measure.curvature.loss import (
     inner_products,
     loss_gradient,
     microbatches,
     rademacher,
     scored_tokens,
+    stream,
 )
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ def hessian_vector_product(
     """
     tokens = scored_tokens(windows)
     with double_backward_attention(model), differentiable(model, list(vectors)) as parameters:
+        check_head(model, windows)
         total = [torch.zeros_like(parameter) for parameter in parameters.values()]
         for _, ids in microbatches(windows, batch_windows, model.device):
             gradient = loss_gradient(model, ids, parameters, tokens=tokens, create_graph=True)
@@ -143,17 +146,19 @@ def hessian_trace(
 
     Notes
     -----
-    Memory peaks at the graph of the gradient, two to three times the activations of a forward pass,
-    and about seven times the logits of a microbatch (windows times context times vocabulary).
+    Memory peaks at the graph of the gradient, two to three times the activations of a forward pass;
+    logits exist for a chunk of positions only.
     """
     if not 2 <= min_probes <= max_probes:
         raise ValueError(
             "min_probes must be at least 2 and at most max_probes. "
             f"Got {min_probes} and {max_probes} instead."
         )
+    tokens = scored_tokens(windows)
     values = np.empty((0, len(names)))
     rounds = 0
     with double_backward_attention(model), differentiable(model, names) as parameters:
+        check_head(model, windows)
         while add := _probes_to_add(
             values.sum(axis=1), rtol=rtol, min_probes=min_probes, max_probes=max_probes
         ):
@@ -169,9 +174,7 @@ def hessian_trace(
             )
             values = np.concatenate([values, more])
             rounds += 1
-    return TraceEstimate(
-        tuple(names), values, scored_tokens(windows), backward_passes=len(values) + rounds
-    )
+    return TraceEstimate(tuple(names), values, tokens, backward_passes=len(values) + rounds)
 
 
 def _probe(
@@ -191,7 +194,7 @@ def _probe(
         gradient = loss_gradient(model, ids, parameters, tokens=tokens, create_graph=True)
         for row, probe in enumerate(probes):
             signs = [
-                rademacher(parameter, seed, probe, start, block)
+                rademacher(parameter, stream(parameter.device, seed, probe, start, block))
                 for block, parameter in enumerate(parameters.values())
             ]
             product = torch.autograd.grad(

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy
 
 from qscale.errors import CheckpointError, TextError
 from qscale.measure.curvature.guard import differentiable, require_second_derivative
+from qscale.measure.curvature.head import check_head, cross_entropy_sum, scored_hidden
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,11 +55,6 @@ def microbatches(
         raise ValueError(f"batch_windows must be at least 1. Got {batch_windows} instead.")
     for start in range(0, len(windows), batch_windows):
         yield start, windows[start : start + batch_windows].to(device)
-
-
-def scored_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Return the logits that predict the scored tokens, shape ``(windows, context - 1, vocab)``."""
-    return model(input_ids=ids, use_cache=False).logits[:, :-1]
 
 
 def differentiate(
@@ -129,8 +124,8 @@ def loss_gradient(
     RuntimeError
         If ``create_graph`` is set and the gradient cannot be differentiated.
     """
-    logits = scored_logits(model, ids)
-    loss = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum") / tokens
+    hidden, targets = scored_hidden(model, ids)
+    loss = cross_entropy_sum(hidden, model.get_output_embeddings(), targets) / tokens
     if not math.isfinite(loss.item()):
         raise CheckpointError(
             f"The loss of {type(model).__name__} is {loss.item()}: "
@@ -172,6 +167,7 @@ def grad_norm(
     """
     tokens = scored_tokens(windows)
     with differentiable(model, names) as parameters:
+        check_head(model, windows)
         total = [torch.zeros_like(parameter) for parameter in parameters.values()]
         for _, ids in microbatches(windows, batch_windows, model.device):
             gradient = loss_gradient(model, ids, parameters, tokens=tokens)
@@ -187,13 +183,17 @@ def inner_products(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) 
     )
 
 
-def rademacher(like: torch.Tensor, *key: int) -> torch.Tensor:
-    """Draw independent signs in the shape of a tensor, from a stream that only ``key`` determines.
+def stream(device: torch.device, *key: int) -> torch.Generator:
+    """Start the stream of random numbers that only ``key`` determines.
 
     Streams of one key agree on one kind of device, not between kinds.
     """
     seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
-    generator = torch.Generator(device=like.device).manual_seed(seed)
+    return torch.Generator(device=device).manual_seed(seed)
+
+
+def rademacher(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Draw independent signs in the shape of a tensor."""
     signs = torch.randint(
         0, 2, like.shape, generator=generator, dtype=like.dtype, device=like.device
     )
