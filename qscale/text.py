@@ -18,8 +18,6 @@ import numpy as np
 from qscale.errors import CheckpointError, TextError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
@@ -51,6 +49,12 @@ class Protocol:
         Tokens the loss is a mean over.
     dtype, kernel
         Arithmetic and attention implementation of the forward pass.
+    scored_bytes
+        UTF-8 bytes of the text that the scored tokens stand for, or None if the tokenizer does
+        not say where its tokens lie. Not in the id, since the rest decides it.
+    detokenised
+        Whether the text reads as written. False where most commas and full stops have a space
+        before them, as in WikiText: a loss per byte then compares with none of plain text.
     """
 
     text: str
@@ -63,6 +67,8 @@ class Protocol:
     scored_tokens: int = 0
     dtype: str = "float32"
     kernel: str = "eager"
+    scored_bytes: int | None = None
+    detokenised: bool = True
 
     @property
     def id(self) -> str:
@@ -97,6 +103,10 @@ class Windows:
         The protocol, with ``scored_tokens`` those of these windows.
     path, n_tokens
         The text file and its length in tokens.
+    scored_bytes
+        UTF-8 bytes of the text that each window's scored tokens stand for, shape (windows,), or
+        None if the tokenizer does not say where its tokens lie. Each byte of the text belongs to
+        one token, so sums over windows are exact.
     """
 
     ids: NDArray[np.int64]
@@ -105,6 +115,7 @@ class Windows:
     protocol: Protocol
     path: Path
     n_tokens: int
+    scored_bytes: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         """Return the number of windows."""
@@ -113,8 +124,12 @@ class Windows:
     def take(self, index: NDArray[np.int64], probe_windows: int) -> Windows:
         """Return some of the windows, recording how many windows curvature has to itself."""
         scored = self.scored[index]
+        n_bytes = None if self.scored_bytes is None else self.scored_bytes[index]
         protocol = replace(
-            self.protocol, probe_windows=probe_windows, scored_tokens=int(scored.sum())
+            self.protocol,
+            probe_windows=probe_windows,
+            scored_tokens=int(scored.sum()),
+            scored_bytes=None if n_bytes is None else int(n_bytes.sum()),
         )
         return replace(
             self,
@@ -122,6 +137,7 @@ class Windows:
             scored=scored,
             starts=self.starts[index],
             protocol=protocol,
+            scored_bytes=n_bytes,
         )
 
 
@@ -169,24 +185,29 @@ def windows(
     stride = body if stride is None else stride
     _check_options(context, stride, body, bos)
     raw = _read(path)
-    tokens = _tokenise(raw, tokenizer, path, vocab_size)
+    text = _decode(raw, path)
+    tokens, sizes = _tokenise(text, tokenizer, path, vocab_size)
     if bos != "none":
         if tokenizer.bos_token_id is None:
             raise TextError(f"bos must be none: the tokenizer has no BOS token. Got {bos} instead.")
         if bos == "once":
             tokens = np.concatenate([[tokenizer.bos_token_id], tokens])
+            sizes = None if sizes is None else np.concatenate([[0], sizes])
     if len(tokens) < body:
         raise TextError(
             f"{path}: {len(tokens)} tokens are shorter than one window of {body}. "
             "Give a longer text or a smaller context."
         )
     starts = np.arange(0, len(tokens) - body + 1, stride)
-    ids = np.lib.stride_tricks.sliding_window_view(tokens, body)[starts]
+    ids = _cut(tokens, starts, body)
     if lead:
         ids = np.insert(ids, 0, tokenizer.bos_token_id, axis=1)
     scored = np.zeros((len(starts), context - 1), dtype=bool)
     scored[0] = True
     scored[1:, -stride:] = True
+    n_bytes = None
+    if sizes is not None:
+        n_bytes = (_cut(sizes, starts, body)[:, 1 - lead :] * scored).sum(axis=1)
     protocol = Protocol(
         text=re.sub(r"[^\w.-]", "_", path.stem),
         text_hash=hashlib.sha256(raw).hexdigest()[:8],
@@ -195,8 +216,15 @@ def windows(
         stride=stride,
         bos=bos,
         scored_tokens=int(scored.sum()),
+        scored_bytes=None if n_bytes is None else int(n_bytes.sum()),
+        detokenised=not _spaced_out(text),
     )
-    return Windows(np.ascontiguousarray(ids), scored, starts, protocol, path, len(tokens))
+    return Windows(ids, scored, starts, protocol, path, len(tokens), n_bytes)
+
+
+def _cut(values: NDArray[np.int64], starts: NDArray[np.int64], body: int) -> NDArray[np.int64]:
+    """Return the values in each window, shape (windows, body)."""
+    return np.ascontiguousarray(np.lib.stride_tricks.sliding_window_view(values, body)[starts])
 
 
 def split(
@@ -283,21 +311,64 @@ def _read(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _tokenise(
-    raw: bytes, tokenizer: PreTrainedTokenizerBase, path: Path, vocab_size: int
-) -> NDArray[np.int64]:
-    """Turn a file's bytes into token ids below ``vocab_size``."""
+def _decode(raw: bytes, path: Path) -> str:
+    """Decode a file's bytes as UTF-8."""
     try:
-        text = raw.decode("utf-8")
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise TextError(
             f"{path}: not UTF-8 text, byte {raw[error.start]:#04x} at offset {error.start}."
         ) from error
-    found: Sequence[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    tokens = np.asarray(found, dtype=np.int64)
+
+
+def _tokenise(
+    text: str, tokenizer: PreTrainedTokenizerBase, path: Path, vocab_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    """Turn a text into token ids below ``vocab_size`` and, if known, the bytes of each."""
+    offsets = bool(getattr(tokenizer, "is_fast", False))
+    found = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=offsets)
+    tokens = np.asarray(found["input_ids"], dtype=np.int64)
     if len(tokens) and tokens.max() >= vocab_size:
         raise CheckpointError(
             f"The tokenizer turns {path} into token {tokens.max()}, the model's vocabulary ends "
             f"at {vocab_size - 1}. Tokenizer and model do not belong together."
         )
-    return tokens
+    if not offsets or not len(tokens):
+        return tokens, None
+    ends = np.fromiter((end for _, end in found["offset_mapping"]), np.int64, len(tokens))
+    return tokens, token_bytes(text, ends)
+
+
+def token_bytes(text: str, ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Share the UTF-8 bytes of a text out over its tokens, each byte to one token.
+
+    A token has the bytes from the furthest end of an earlier token to its own; characters that
+    the tokenizer skips so go to the next token, those behind the last to the last, and a character
+    in several tokens to the first of them.
+
+    Parameters
+    ----------
+    text
+        The text.
+    ends
+        Index of the first character behind each token, shape (tokens,).
+
+    Examples
+    --------
+    >>> token_bytes("né  a", np.array([1, 2, 2, 5])).tolist()
+    [1, 2, 0, 3]
+    """
+    points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    lengths = np.ones(len(points), dtype=np.int64)
+    for last in (0x7F, 0x7FF, 0xFFFF):  # last code points of one, two and three bytes
+        lengths += points > last
+    before = np.concatenate([[0], np.cumsum(lengths)])
+    reached = np.maximum.accumulate(before[ends])
+    reached[-1] = before[-1]
+    return np.diff(reached, prepend=0)
+
+
+def _spaced_out(text: str) -> bool:
+    """Whether punctuation was split off, as the Penn Treebank's tokeniser does."""
+    marks = text.count(",") + text.count(".")
+    return marks >= 10 and 2 * (text.count(" ,") + text.count(" .")) > marks

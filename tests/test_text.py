@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from qscale.errors import CheckpointError, TextError
 from qscale.text import BOS_POLICIES, Protocol, Windows, split, spread, tokenizer_hash, windows
@@ -210,3 +212,89 @@ def test_unusable_texts(tmp_path):
         windows(path, Letters(bos_token_id=None), context=8, vocab_size=500, bos="once")
     with pytest.raises(CheckpointError, match=r"token 149, the model's vocabulary ends at 120"):
         windows(path, Letters(), context=8, vocab_size=121)
+
+
+PROSE = "A naïve reader — “quoted” — pays 3,50 €.\r\n\tTwo  spaces, 𝄞 and 日本語. The end?  \n"
+
+
+def byte_bpe() -> Any:
+    found = Tokenizer(models.BPE())
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.post_processor = processors.ByteLevel(trim_offsets=True)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    found.train_from_iterator([PROSE * 3], trainer)
+    return found
+
+
+def sentencepiece() -> Any:
+    found = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    found.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    found.pre_tokenizer = pre_tokenizers.Metaspace()
+    found.train_from_iterator(
+        ["a reader pays two spaces the end"],
+        trainers.BpeTrainer(vocab_size=60, special_tokens=["<unk>"], show_progress=False),
+    )
+    return found
+
+
+def words() -> Any:
+    found = Tokenizer(models.WordPiece(vocab={"[UNK]": 0, "the": 1, "end": 2}, unk_token="[UNK]"))
+    found.normalizer = normalizers.BertNormalizer()
+    found.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return found
+
+
+@pytest.mark.parametrize("build", [byte_bpe, sentencepiece, words])
+@pytest.mark.parametrize("bos", BOS_POLICIES)
+def test_every_byte_of_the_text_belongs_to_one_token(tmp_path, build, bos):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=build(), bos_token="<s>")
+    path = tmp_path / "a.txt"
+    path.write_bytes((PROSE * 4).encode())
+    n = len(tokenizer(PROSE * 4, add_special_tokens=False)["input_ids"])
+    lead = bos != "none"
+    whole = windows(path, tokenizer, context=n + lead, vocab_size=10**6, bos=bos)
+    assert whole.n_tokens == n + (bos == "once")
+    first = 0
+    if bos == "none":  # the first token is not scored
+        end = tokenizer(PROSE * 4, add_special_tokens=False, return_offsets_mapping=True)
+        first = len((PROSE * 4)[: end["offset_mapping"][0][1]].encode())
+    assert whole.scored_bytes.tolist() == [len((PROSE * 4).encode()) - first]
+    assert whole.protocol.scored_bytes == whole.scored_bytes.sum()
+    # However the text is cut, bytes add up to those of the tokens that are scored.
+    cut_up = windows(path, tokenizer, context=7, stride=3, vocab_size=10**6, bos=bos)
+    reach = cut_up.starts[-1] + 7 - (bos == "each_window") - (bos == "once")
+    offsets = tokenizer(PROSE * 4, add_special_tokens=False, return_offsets_mapping=True)
+    behind = max(e for _, e in offsets["offset_mapping"][:reach])
+    if reach < n:
+        assert cut_up.protocol.scored_bytes == len((PROSE * 4)[:behind].encode()) - first
+    probe, rest = split(cut_up, 2)
+    assert rest.protocol.scored_bytes == rest.scored_bytes.sum() > 0
+    assert len(rest.scored_bytes) == len(rest)
+    assert (rest.scored_bytes <= cut_up.scored_bytes.max()).all()
+    assert probe.scored_bytes.tolist() == [
+        cut_up.scored_bytes[cut_up.starts == start].item() for start in probe.starts
+    ]
+
+
+def test_bytes_of_byte_tokens_are_one_each_but_for_shared_characters(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("abcdefgé" * 4, encoding="utf-8")
+    found = windows(path, byte_tokenizer(), context=8, vocab_size=256)
+    # The first byte token of é stands for both its bytes, the second for none.
+    assert found.scored_bytes.tolist() == [8, 7, 6, 7]
+
+
+def test_a_tokenizer_without_offsets_gives_no_bytes(scratch):
+    found = cut(scratch, 60, 10)
+    assert found.scored_bytes is None
+    assert found.protocol.scored_bytes is None
+    assert split(found, 2)[1].scored_bytes is None
+
+
+def test_punctuation_split_off_is_noted(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("It was late , he said , and dark . " * 9)
+    assert not windows(path, byte_tokenizer(), context=8, vocab_size=256).protocol.detokenised
+    path.write_text("It was late, he said, and dark. A .txt file. " * 9)
+    assert windows(path, byte_tokenizer(), context=8, vocab_size=256).protocol.detokenised
