@@ -6,6 +6,7 @@ windows and every difference a paired one. Logits exist only for a chunk of posi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -103,6 +104,29 @@ def mean_and_se(sums: NDArray[np.float64], counts: NDArray[np.int64]) -> tuple[f
         return mean, float("nan")
     squares = float(((sums - mean * counts) ** 2).sum())
     return mean, float(np.sqrt(m / (m - 1) * squares) / total)
+
+
+def bits_per_byte(nll: NDArray[np.float64], windows: Windows) -> tuple[float, float] | None:
+    """Loss in bits per UTF-8 byte of text, and its standard error over windows.
+
+    Unlike nats per token it compares between tokenizers: it divides by the bytes that the scored
+    tokens stand for, counted by the tokenizer's own offsets.
+
+    Parameters
+    ----------
+    nll
+        Negative log likelihood of each window's scored tokens, summed, nats; shape (windows,).
+    windows
+        The windows.
+
+    Returns
+    -------
+    value, error : float
+        As of :func:`mean_and_se`; None if the tokenizer does not say where its tokens lie.
+    """
+    if windows.scored_bytes is None:
+        return None
+    return mean_and_se(nll / math.log(2), windows.scored_bytes)
 
 
 def reference(

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 import transformers as hf
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from qscale.errors import CheckpointError
 from qscale.measure.curvature import head
-from qscale.measure.loss import compare, mean_and_se, reference
+from qscale.measure.loss import bits_per_byte, compare, mean_and_se, reference
 from qscale.measure.subject import open_subject
 from qscale.measure.weights import fake_quantized
 from qscale.quantize.setting import Setting
+from tests.checkpoints import build_family, save
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +64,90 @@ def test_a_stride_scores_the_last_tokens_of_later_windows_only(strided):
             logits = model(input_ids=ids[None]).logits[0]
         expected = cross_entropy(logits[-1 - count : -1], ids[-count:], reduction="sum")
         assert found.nll[i] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_bits_per_byte_are_those_of_the_scored_text(either):
+    windows = either.evaluation
+    found = reference(either.checkpoint.model, windows)
+    value, se = bits_per_byte(found.nll, windows)
+    # The tokens are bytes, and the text has no longer characters.
+    mean, error = mean_and_se(found.nll, found.counts)
+    assert (value, se) == (pytest.approx(mean / np.log(2)), pytest.approx(error / np.log(2)))
+    assert bits_per_byte(found.nll, replace(windows, scored_bytes=None)) is None
+    fewer = replace(windows, scored_bytes=2 * windows.scored_bytes)
+    assert bits_per_byte(found.nll, fewer)[0] == pytest.approx(value / 2)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "bloom", "gemma3", "opt"])
+def test_losses_of_more_families_are_those_of_transformers(tmp_path, text_file, family):
+    folder = save(build_family(family), tmp_path)
+    subject = open_subject(folder, text_file, context=32, probe_windows=4, max_windows=5)
+    model, ids = subject.checkpoint.model, torch.from_numpy(subject.evaluation.ids)
+    for size in (1, 2, 5):
+        found = reference(model, subject.evaluation, batch_windows=size)
+        with torch.no_grad():
+            theirs = model(input_ids=ids, labels=ids).loss.item()
+        assert mean_and_se(found.nll, found.counts)[0] == pytest.approx(theirs, abs=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements that any operation puts out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_no_full_logits_exist_of_a_large_vocabulary(tmp_path, text_file):
+    vocabulary, width = 151_936, 8
+    sizes = {"vocab_size": vocabulary, "hidden_size": width, "intermediate_size": 8}
+    model = build_family("qwen3", **sizes, tie_word_embeddings=True, num_hidden_layers=1)
+    subject = open_subject(save(model, tmp_path), text_file, context=32, probe_windows=1)
+    windows = subject.evaluation.take(np.arange(4), 1)
+    full = reference(subject.checkpoint.model, windows)
+    with Largest() as largest:
+        compare(subject.checkpoint.model, full)
+    embedding = vocabulary * width
+    assert embedding < largest.elements <= head.CHUNK_LOGITS < 4 * 31 * vocabulary
+
+
+@pytest.mark.slow
+def test_memory_of_a_large_vocabulary_is_that_of_a_chunk(tmp_path, text_file):
+    code = """
+import resource, sys
+import numpy as np
+from qscale.measure.loss import compare, reference
+from qscale.measure.subject import open_subject
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+subject = open_subject(sys.argv[1], sys.argv[2], context=128, probe_windows=1)
+before = peak()
+full = reference(subject.checkpoint.model, subject.evaluation.take(np.arange(16), 1))
+compare(subject.checkpoint.model, full, batch_windows=16)
+print(peak() - before)
+"""
+    model = build_family(
+        "qwen3",
+        vocab_size=151_936,
+        hidden_size=8,
+        num_hidden_layers=1,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(save(model, tmp_path)), str(text_file)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    # All logits would take 1,178 MiB; a handful of chunks of 16 MiB are in use.
+    assert float(done.stdout) < 200
 
 
 def test_batches_and_chunks_change_nothing(either, monkeypatch):
