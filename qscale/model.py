@@ -32,6 +32,8 @@ _LOAD_ERRORS = (
     SafetensorError,
 )
 
+_WRONG_CONFIG = "Give the config.json that was saved with these weights."
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -151,17 +153,25 @@ def _load_model(description: Description) -> PreTrainedModel:
             f"({_first_line(error)})."
         ) from error
     for name in sorted(info["missing_keys"]):
-        raise CheckpointError(f"{folder}: the weights lack {name!r} of the configuration.")
+        raise CheckpointError(
+            f"{folder}: the weights lack {name!r} of the configuration. {_WRONG_CONFIG}"
+        )
     for name, *shapes in sorted(info["mismatched_keys"]):
         found, asked = (tuple(shape) for shape in shapes)
         raise CheckpointError(
-            f"{folder}: {name!r} has shape {found}, the configuration asks for {asked}."
+            f"{folder}: {name!r} has shape {found}, the configuration asks for {asked}. "
+            f"{_WRONG_CONFIG}"
         )
     for name in sorted(key for key in info["unexpected_keys"] if not is_buffer(key, ndim=4)):
-        raise CheckpointError(f"{folder}: the configuration has no place for weight {name!r}.")
+        raise CheckpointError(
+            f"{folder}: the configuration has no place for weight {name!r}. {_WRONG_CONFIG}"
+        )
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight).all():
-            raise CheckpointError(f"{folder}: {name!r} holds NaN or infinite weights.")
+            raise CheckpointError(
+                f"{folder}: {name!r} holds NaN or infinite weights. Fetch or save it again; if it "
+                "still does, the training diverged: give an earlier checkpoint."
+            )
     return model
 
 
@@ -222,9 +232,16 @@ def _split_experts(model: PreTrainedModel) -> None:
             delattr(module, name)
             matrices = [torch.nn.Parameter(matrix) for matrix in tensor.detach()]
             setattr(module, name, torch.nn.ParameterList(matrices))
+        if fused:
+            module.register_forward_hook(_reach_every_expert)
             split = True
     if split:
         model.set_experts_implementation("eager")
+
+
+def _reach_every_expert(module: torch.nn.Module, _: object, output: torch.Tensor) -> torch.Tensor:
+    """Add a zero that leads to every expert, so that one without tokens has a gradient of zero."""
+    return output + sum(matrix[:0].sum() for matrix in module.parameters())
 
 
 def _check_outputs(description: Description, model: PreTrainedModel) -> None:

@@ -190,6 +190,11 @@ def windows(
     if bos != "none":
         if tokenizer.bos_token_id is None:
             raise TextError(f"bos must be none: the tokenizer has no BOS token. Got {bos} instead.")
+        if tokenizer.bos_token_id >= vocab_size:
+            raise CheckpointError(
+                f"The tokenizer's BOS token is {tokenizer.bos_token_id}, the model's vocabulary "
+                f"ends at {vocab_size - 1}. Set bos to none."
+            )
         if bos == "once":
             tokens = np.concatenate([[tokenizer.bos_token_id], tokens])
             sizes = None if sizes is None else np.concatenate([[0], sizes])

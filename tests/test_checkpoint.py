@@ -207,6 +207,22 @@ def replace_shard(folder: Path) -> None:
     (folder / "model.safetensors").unlink(missing_ok=True)
 
 
+def half_written(folder: Path) -> None:
+    save(build_model("llama"), folder, max_shard_size="8KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    path = next(folder.glob("model-00002-of-*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def promise_more(folder: Path) -> None:
+    save(build_model("llama"), folder, max_shard_size="8KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.layers.9.up"] = min(index["weight_map"].values())
+    path.write_text(json.dumps(index))
+
+
 def only_pickle(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -248,6 +264,34 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "wrong shape": (
         lambda f: set_config(f, intermediate_size=32),
         r"has shape \(.*24.*\), the configuration asks for \(.*32.*\)",
+    ),
+    "index promises more": (
+        promise_more,
+        r"model-00001-of-\d+.safetensors: lacks 'model.layers.9.up', which model.safetens",
+    ),
+    "8-bit floats": (
+        lambda f: edit(f, lambda t: t | {NAME: t[NAME].to(torch.float8_e4m3fn)}),
+        rf"model.safetensors: '{NAME}' must be stored as .* Got F8_E4M3 instead. Give the checkp",
+    ),
+    "packed integers": (
+        lambda f: edit(f, lambda t: t | {NAME: t[NAME].to(torch.int32)}),
+        rf"'{NAME}' must be stored as one of BF16, F16, F32, F64. Got I32 instead",
+    ),
+    "half written": (
+        half_written,
+        r"model-00002-of-\d+.safetensors: truncated. The file has \d+ bytes, its header pro",
+    ),
+    "sequence to sequence": (
+        lambda f: set_config(f, architectures=None, model_type="t5"),
+        "transformers cannot load this as a causal language model",
+    ),
+    "tokenizer damaged": (
+        lambda f: (f / "tokenizer.json").write_text("{"),
+        "no usable tokenizer .* Copy tokenizer.json",
+    ),
+    "vocabulary of another model": (
+        lambda f: set_config(f, vocab_size=300),
+        r"'lm_head.weight' has shape \(256, 16\), the configuration asks for \(300, 16\)",
     ),
     "no tokenizer": (
         lambda f: [p.unlink() for p in f.glob("tokenizer*")],

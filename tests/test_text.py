@@ -210,6 +210,10 @@ def test_unusable_texts(tmp_path):
         TextError, match=r"bos must be none: the tokenizer has no BOS token. Got on"
     ):
         windows(path, Letters(bos_token_id=None), context=8, vocab_size=500, bos="once")
+    with pytest.raises(
+        CheckpointError, match=r"BOS token is 900, the model's .* 499. Set bos to n"
+    ):
+        windows(path, Letters(bos_token_id=900), context=8, vocab_size=500, bos="once")
     with pytest.raises(CheckpointError, match=r"token 149, the model's vocabulary ends at 120"):
         windows(path, Letters(), context=8, vocab_size=121)
 

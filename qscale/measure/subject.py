@@ -48,9 +48,10 @@ class Subject:
 
 
 def open_subject(
-    folder: str | Path,
+    checkpoint: str | Path,
     text: str | Path,
     *,
+    revision: str | None = None,
     context: int | None = None,
     stride: int | None = None,
     bos: Bos = "none",
@@ -62,8 +63,8 @@ def open_subject(
 
     Parameters
     ----------
-    folder
-        Hugging Face checkpoint folder.
+    checkpoint, revision
+        Hugging Face folder, ``.gguf`` file or hub id; see :func:`qscale.checkpoint.describe`.
     text
         UTF-8 text file.
     context
@@ -80,19 +81,21 @@ def open_subject(
     CheckpointError, TextError
         If either cannot be used, or the context is longer than the model allows.
     """
-    checkpoint = load(folder, device=device)
-    longest = checkpoint.description.max_context
+    opened = load(checkpoint, revision=revision, device=device)
+    longest = opened.description.max_context
     if context is None:
         context = min(longest or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
     if longest is not None and context > longest:
-        raise TextError(f"context must be at most {longest} for {folder}. Got {context} instead.")
+        raise TextError(
+            f"context must be at most {longest} for {checkpoint}. Got {context} instead."
+        )
     found = windows(
         text,
-        checkpoint.tokenizer,
+        opened.tokenizer,
         context=context,
-        vocab_size=checkpoint.model.get_input_embeddings().weight.shape[0],
+        vocab_size=opened.model.get_input_embeddings().weight.shape[0],
         stride=stride,
         bos=bos,
     )
     probe, evaluation = split(found, probe_windows, max_windows=max_windows)
-    return Subject(checkpoint, quantizable(checkpoint.model), probe, evaluation)
+    return Subject(opened, quantizable(opened.model), probe, evaluation)
