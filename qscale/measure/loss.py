@@ -68,7 +68,9 @@ class Comparison:
     agreements: NDArray[np.float64]
 
 
-def mean_and_se(sums: NDArray[np.float64], counts: NDArray[np.int64]) -> tuple[float, float]:
+def mean_and_se(
+    sums: NDArray[np.float64], counts: NDArray[np.int64] | NDArray[np.float64]
+) -> tuple[float, float]:
     r"""Mean per token from sums per window, and its standard error over windows.
 
     With :math:`d_i` the sum over the :math:`n_i` tokens of window :math:`i` of :math:`m`,
@@ -85,7 +87,7 @@ def mean_and_se(sums: NDArray[np.float64], counts: NDArray[np.int64]) -> tuple[f
     sums
         Shape (windows,).
     counts
-        Tokens of each window, shape (windows,).
+        Tokens of each window, shape (windows,), or whatever else the sums are divided by.
 
     Returns
     -------
@@ -98,7 +100,7 @@ def mean_and_se(sums: NDArray[np.float64], counts: NDArray[np.int64]) -> tuple[f
     >>> mean, round(se, 12)
     (2.0, 1.0)
     """
-    total, m = int(counts.sum()), len(counts)
+    total, m = float(counts.sum()), len(counts)
     mean = float(sums.sum() / total)
     if m < 2:
         return mean, float("nan")
@@ -159,11 +161,11 @@ def reference(
     nll = torch.zeros(len(windows), dtype=torch.float64)
     kept = []
     with torch.inference_mode():
-        for owner, hidden, targets in _positions(model, windows, batch_windows, on_windows):
+        for owner, hidden, targets in scored_positions(model, windows, batch_windows, on_windows):
             kept.append(hidden.cpu())
             for part in chunks(len(targets), len(head.weight)):
                 logp = head(hidden[part]).float().log_softmax(-1)
-                _add(nll, owner[part], _nll(logp, targets[part]))
+                add_by_window(nll, owner[part], _nll(logp, targets[part]))
     counts = windows.scored.sum(axis=1)
     found = Reference(windows, torch.cat(kept), nll.numpy(), counts)
     bad = np.flatnonzero(~np.isfinite(found.nll))
@@ -202,19 +204,21 @@ def compare(
     nll, kl, same = (torch.zeros(len(full.windows), dtype=torch.float64) for _ in range(3))
     done = 0
     with torch.inference_mode():
-        for owner, hidden, targets in _positions(model, full.windows, batch_windows, on_windows):
+        for owner, hidden, targets in scored_positions(
+            model, full.windows, batch_windows, on_windows
+        ):
             kept = full.hidden[done : done + len(targets)].to(hidden.device)
             done += len(targets)
             for part in chunks(len(targets), len(head.weight)):
                 logq = head(hidden[part]).float().log_softmax(-1)
                 logp = head(kept[part]).float().log_softmax(-1)
-                _add(nll, owner[part], _nll(logq, targets[part]))
-                _add(same, owner[part], logp.argmax(-1) == logq.argmax(-1))
-                _add(kl, owner[part], (logp.exp() * (logp - logq)).sum(-1))
+                add_by_window(nll, owner[part], _nll(logq, targets[part]))
+                add_by_window(same, owner[part], logp.argmax(-1) == logq.argmax(-1))
+                add_by_window(kl, owner[part], (logp.exp() * (logp - logq)).sum(-1))
     return Comparison(nll.numpy(), kl.numpy(), same.numpy())
 
 
-def _positions(
+def scored_positions(
     model: PreTrainedModel,
     windows: Windows,
     batch_windows: int,
@@ -236,6 +240,6 @@ def _nll(logp: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return -logp.gather(-1, targets[:, None])[:, 0]
 
 
-def _add(sums: torch.Tensor, owner: torch.Tensor, values: torch.Tensor) -> None:
+def add_by_window(sums: torch.Tensor, owner: torch.Tensor, values: torch.Tensor) -> None:
     """Add the values of positions to the sums of the windows they lie in."""
     sums.index_add_(0, owner, values.double().cpu())
