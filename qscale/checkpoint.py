@@ -80,6 +80,11 @@ class Description:
     gguf: str | None = None
 
     @property
+    def path(self) -> Path:
+        """The folder, or the GGUF file."""
+        return self.folder / self.gguf if self.gguf else self.folder
+
+    @property
     def training(self) -> dict[str, float | str]:
         """Training metadata under the measurement table's column names; only what is known."""
         return combine(self.statements).values

@@ -135,10 +135,10 @@ def _load_model(description: Description) -> PreTrainedModel:
     import torch  # noqa: PLC0415 - only where a model is opened
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
-    folder = description.folder
+    path = description.path
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
+            description.folder,
             dtype=torch.float32,
             attn_implementation="eager",
             local_files_only=True,
@@ -149,27 +149,27 @@ def _load_model(description: Description) -> PreTrainedModel:
         )
     except _LOAD_ERRORS as error:
         raise CheckpointError(
-            f"{folder}: transformers cannot load this as a causal language model "
+            f"{path}: transformers cannot load this as a causal language model "
             f"({_first_line(error)})."
         ) from error
     for name in sorted(info["missing_keys"]):
         raise CheckpointError(
-            f"{folder}: the weights lack {name!r} of the configuration. {_WRONG_CONFIG}"
+            f"{path}: the weights lack {name!r} of the configuration. {_WRONG_CONFIG}"
         )
     for name, *shapes in sorted(info["mismatched_keys"]):
         found, asked = (tuple(shape) for shape in shapes)
         raise CheckpointError(
-            f"{folder}: {name!r} has shape {found}, the configuration asks for {asked}. "
+            f"{path}: {name!r} has shape {found}, the configuration asks for {asked}. "
             f"{_WRONG_CONFIG}"
         )
     for name in sorted(key for key in info["unexpected_keys"] if not is_buffer(key, ndim=4)):
         raise CheckpointError(
-            f"{folder}: the configuration has no place for weight {name!r}. {_WRONG_CONFIG}"
+            f"{path}: the configuration has no place for weight {name!r}. {_WRONG_CONFIG}"
         )
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight).all():
             raise CheckpointError(
-                f"{folder}: {name!r} holds NaN or infinite weights. Fetch or save it again; if it "
+                f"{path}: {name!r} holds NaN or infinite weights. Fetch or save it again; if it "
                 "still does, the training diverged: give an earlier checkpoint."
             )
     return model
@@ -187,9 +187,11 @@ def _load_tokenizer(description: Description) -> PreTrainedTokenizerBase:
             gguf_file=description.gguf,
         )
     except _LOAD_ERRORS as error:
+        cure = "Copy tokenizer.json and tokenizer_config.json into the folder."
+        if description.gguf:
+            cure = "Give the Hugging Face folder that the file was made from."
         raise CheckpointError(
-            f"{description.folder}: no usable tokenizer ({_first_line(error)}). "
-            "Copy tokenizer.json and tokenizer_config.json into the folder."
+            f"{description.path}: no usable tokenizer ({_first_line(error)}). {cure}"
         ) from error
     return tokenizer
 
@@ -251,7 +253,7 @@ def _check_outputs(description: Description, model: PreTrainedModel) -> None:
     cap = getattr(model.config, "final_logit_softcapping", None)
     if cap:
         raise CheckpointError(
-            f"{description.folder}: the model caps its logits (final_logit_softcapping is {cap:g})"
+            f"{description.path}: the model caps its logits (final_logit_softcapping is {cap:g})"
             f". Architecture {description.architecture!r} is not supported."
         )
     ids = torch.arange(8, device=model.device) % model.get_input_embeddings().weight.shape[0]
@@ -261,7 +263,7 @@ def _check_outputs(description: Description, model: PreTrainedModel) -> None:
         first, second = (model(input_ids=i[None], use_cache=False).logits for i in (ids, other))
     if not torch.allclose(first[:, :-1], second[:, :-1], rtol=1e-3, atol=1e-3, equal_nan=True):
         raise CheckpointError(
-            f"{description.folder}: predictions change with later tokens, so this is not a causal "
+            f"{description.path}: predictions change with later tokens, so this is not a causal "
             "language model."
         )
 
@@ -283,7 +285,7 @@ def _check_sizes(description: Description, model: PreTrainedModel) -> None:
     described = (description.n_params, description.n_params_total)
     if counted != described:
         raise CheckpointError(
-            f"{description.folder}: the model has {counted[0]} non-embedding and {counted[1]} "
+            f"{description.path}: the model has {counted[0]} non-embedding and {counted[1]} "
             f"parameters, the weight files {described[0]} and {described[1]}. "
             f"Architecture {description.architecture!r} is not supported."
         )

@@ -299,6 +299,16 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:6]
 
 
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer by itself puts a BOS token before a text.
+
+    Such models, Gemma above all, were trained to see one; under ``bos="none"`` their loss can come
+    out far too high.
+    """
+    ids = tokenizer("a", verbose=False)["input_ids"]
+    return tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]
+
+
 def _check_options(context: int, stride: int, body: int, bos: str) -> None:
     """Refuse windows that cannot be cut."""
     if bos not in BOS_POLICIES:

@@ -13,7 +13,16 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import PreTrainedTokenizerFast
 
 from qscale.errors import CheckpointError, TextError
-from qscale.text import BOS_POLICIES, Protocol, Windows, split, spread, tokenizer_hash, windows
+from qscale.text import (
+    BOS_POLICIES,
+    Protocol,
+    Windows,
+    adds_bos,
+    split,
+    spread,
+    tokenizer_hash,
+    windows,
+)
 from tests.checkpoints import byte_tokenizer
 
 if TYPE_CHECKING:
@@ -287,6 +296,16 @@ def test_bytes_of_byte_tokens_are_one_each_but_for_shared_characters(tmp_path):
     found = windows(path, byte_tokenizer(), context=8, vocab_size=256)
     # The first byte token of é stands for both its bytes, the second for none.
     assert found.scored_bytes.tolist() == [8, 7, 6, 7]
+
+
+def test_a_tokenizer_that_puts_bos_first_is_known():
+    assert not adds_bos(byte_tokenizer())
+    assert not adds_bos(byte_tokenizer(bos="<s>"))
+    found = byte_bpe()
+    found.add_special_tokens(["<s>"])
+    start = ("<s>", found.token_to_id("<s>"))
+    found.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[start])
+    assert adds_bos(PreTrainedTokenizerFast(tokenizer_object=found, bos_token="<s>"))
 
 
 def test_a_tokenizer_without_offsets_gives_no_bytes(scratch):
