@@ -99,13 +99,12 @@ class TestRadialLoss:
         )
         np.testing.assert_allclose(ragged.nll, whole.nll, rtol=1e-6)
 
-    def test_overflow_is_null_and_no_crossing_is_made_up(self, llama: Tiny) -> None:
+    def test_overflow_is_null(self, llama: Tiny) -> None:
         llama.model.float()
         mlp = {n: p for n, p in llama.model.named_parameters() if "mlp" in n}
         way = filter_normalized_direction(mlp, seed=0)
         got = radial_loss(llama.model, llama.windows, way, [1e-3, 1e18])
         assert got.frame().isna().sum().tolist() == [0, 0, 1, 1, 1]
-        assert got.step_radius()[0] == 1e-3
         assert got.slope(at=1e18) == (None, None)
 
     def test_progress_and_restoration(self, llama: Tiny, direction) -> None:
@@ -169,6 +168,11 @@ class TestStepRadius:
         assert flat.step_radius(0.1)[0] is not None
         no_better_than_a_guess = curve(self.radii, self.radii, loss=math.log(50) + 0.1)
         assert no_better_than_a_guess.step_radius() == (None, None)
+
+    def test_overflow_counts_as_infinite(self) -> None:
+        for worst in (math.nan, math.inf):
+            found = curve(np.array([0.1, 0.2, worst]), np.array([1.0, 2.0, 4.0]))
+            assert found.step_radius()[0] == 2
 
     def test_ignores_the_other_side(self) -> None:
         radii = np.linspace(-4, 4, 81)
