@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from qscale.checkpoint import describe
 from qscale.errors import CheckpointError
@@ -130,3 +131,41 @@ def test_half_precision_shards_open_as_float32(tmp_path, architecture, dtype):
         torch.testing.assert_close(
             found.model(input_ids=IDS).logits, expected, rtol=1e-5, atol=1e-6
         )
+
+
+def published(tensors: dict, prefix: str) -> dict:
+    """Names without the prefix of the causal model, as the first checkpoints of some families."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom"])
+def test_names_without_a_prefix_are_those_with_one(tmp_path, family):
+    model = (build_model if family == "gpt2" else build_family)(family).eval()
+    folder = save(model, tmp_path)
+    expected = describe(folder)
+    path = folder / "model.safetensors"
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 32, 32)} if family == "gpt2" else {}
+    save_file(published(load_file(path), "transformer.") | masks, path, metadata={"format": "pt"})
+    found = load(folder)
+    assert found.description.n_params == expected.n_params
+    assert found.description.n_params_total == expected.n_params_total
+    with torch.no_grad():
+        torch.testing.assert_close(
+            found.model(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=1e-5, atol=1e-6
+        )
+
+
+def test_masks_and_frequencies_in_another_format_are_not_weights(tmp_path):
+    folder = save(build_model("neox"), tmp_path)
+    expected = describe(folder)
+    path = folder / "model.safetensors"
+    prefix = "gpt_neox.layers.0.attention"
+    extra = {
+        f"{prefix}.bias": torch.ones(1, 1, 32, 32, dtype=torch.uint8),
+        f"{prefix}.masked_bias": torch.tensor(-1e4),
+        f"{prefix}.rotary_emb.inv_freq": torch.ones(2),
+    }
+    save_file(load_file(path) | extra, path, metadata={"format": "pt"})
+    found = load(folder).description
+    assert (found.n_params, found.n_params_total) == (expected.n_params, expected.n_params_total)
+    assert found.storage == "F32"
