@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
 import huggingface_hub
@@ -132,7 +139,7 @@ def test_two_revisions_are_one_too_many():
 
 def test_the_client_is_named_where_it_lacks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(QscaleError, match=r"needs huggingface_hub. Run: pip install 'qscale"):
         find("org/tiny")
 
@@ -153,3 +160,83 @@ def test_code_in_a_checkpoint_is_never_run(tmp_path):
     with pytest.raises(CheckpointError, match="transformers cannot load this"):
         load(folder)
     assert not trap.exists()
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as its client needs to list and fetch the files of one revision."""
+
+    folder: Path
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == f"/api/models/org/tiny/revision/{REVISION}":
+            self.answer(json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": []}).encode())
+        elif path == f"/api/models/org/tiny/tree/{COMMIT}":
+            listed = [
+                {"type": "file", "path": f.name, "size": f.stat().st_size, "oid": digest(f)}
+                for f in self.folder.iterdir()
+            ]
+            self.answer(json.dumps(listed).encode())
+        elif path.startswith(f"/org/tiny/resolve/{COMMIT}/"):
+            file = self.folder / path.rpartition("/")[2]
+            self.answer(file.read_bytes(), ETag=f'"{digest(file)}"')
+        else:
+            self.send_error(404)
+
+    do_HEAD = do_GET  # noqa: N815 - named by the base class
+
+    def answer(self, body: bytes, **headers: str) -> None:
+        self.send_response(200)
+        for name, value in {
+            **headers,
+            "X-Repo-Commit": COMMIT,
+            "Content-Length": len(body),
+        }.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+def digest(file: Path) -> str:
+    return hashlib.sha1(file.read_bytes()).hexdigest()
+
+
+def test_a_model_is_fetched_without_its_code_and_found_again_without_a_network(tmp_path):
+    folder = save(build_model("llama"), tmp_path / "repository")
+    (folder / "modeling_tiny.py").write_text("raise SystemExit('code of a checkpoint was run')")
+    (folder / "pytorch_model.bin").write_bytes(b"x" * 1000)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Tiny", (Hub,), {"folder": folder}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    code = (
+        "from qscale.checkpoint import describe\n"
+        f"found = describe('org/tiny@{REVISION}')\n"
+        "print(found.checkpoint, *sorted(f.name for f in found.folder.iterdir()))"
+    )
+    home = {"HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
+    env = os.environ | home | {"NO_PROXY": "127.0.0.1"}
+    try:
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        fetched = run(code, env | {"HF_ENDPOINT": endpoint})
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert fetched.split() == [
+        describe(folder).checkpoint,
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert run(code, env | {"HF_HUB_OFFLINE": "1"}) == fetched
+
+
+def run(code: str, env: dict[str, str]) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
+    return done.stdout
