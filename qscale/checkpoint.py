@@ -27,13 +27,23 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["TRAINING_COLUMNS", "Description", "describe", "is_buffer", "training_metadata"]
+__all__ = [
+    "EMBEDDINGS",
+    "HEADS",
+    "TRAINING_COLUMNS",
+    "Description",
+    "describe",
+    "is_buffer",
+    "read_config",
+    "training_metadata",
+]
 
-# Innermost module of tensors outside the transformer's body, over model families.
-_EMBEDDINGS = frozenset(
+EMBEDDINGS = frozenset(
     ("embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "word_embeddings")
 )
-_HEADS = frozenset(("lm_head", "embed_out"))
+HEADS = frozenset(("lm_head", "embed_out"))
+"""Innermost modules of tensors outside the transformer's body, over model families."""
+
 _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 
 
@@ -119,11 +129,11 @@ def describe(checkpoint: str | Path, revision: str | None = None) -> Description
         stated = statements(folder, from_name(source.path.stem, "file name"))
     else:
         folder, gguf = source.path, None
-        config = _config(folder)
+        config = read_config(folder)
         stated = _stated(source)
         tensors = locate(folder)
         _check_dtypes(tensors)
-        embeddings, heads = _EMBEDDINGS, _HEADS
+        embeddings, heads = EMBEDDINGS, HEADS
     digests = {name: sha256(tensors[name]) for name in sorted(tensors)}
     content = hashlib.sha256()
     for name, digest in digests.items():
@@ -157,8 +167,14 @@ def _stated(source: Source) -> tuple[Statement, ...]:
     return (*statements(source.path, named), Statement("hub id", origin))
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    """Read ``config.json`` and refuse what is not a plain causal language model."""
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read ``config.json`` of a folder.
+
+    Raises
+    ------
+    CheckpointError
+        If it is missing, damaged or not that of a causal language model in full precision.
+    """
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder}: no config.json. Give a Hugging Face checkpoint folder.")
@@ -199,8 +215,9 @@ def _module(name: str) -> str:
 
 
 def is_buffer(name: str, *, ndim: int) -> bool:
-    """Whether a saved tensor is not a parameter: causal masks and rotary frequencies."""
-    if name.endswith(("masked_bias", "inv_freq")) or name in gguf_file.BUFFERS:
+    """Whether a saved tensor is not a parameter: causal masks, frequencies, routers' counters."""
+    ends = ("masked_bias", "inv_freq", "e_score_correction_bias")
+    if name.endswith(ends) or name in gguf_file.BUFFERS:
         return True
     return name.endswith((".attn.bias", ".attention.bias")) and ndim == 4
 

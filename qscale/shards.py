@@ -1,4 +1,4 @@
-"""Locate and hash the tensors in a checkpoint's safetensors files, reading none into memory.
+"""Locate, hash and stream the tensors in a checkpoint's safetensors files, in bounded memory.
 
 The format (github.com/huggingface/safetensors): eight bytes of little-endian header length, a JSON
 header with dtype, shape and offsets of every tensor, then the data.
@@ -12,13 +12,29 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from qscale.errors import CheckpointError
 
 if TYPE_CHECKING:
+    import io
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    Bits = NDArray[np.int16] | NDArray[np.int32] | NDArray[np.int64]
 
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5")
 _CHUNK_BYTES = 1 << 22
+
+# numpy knows no bfloat16, so that weights are read as integers that hold their bits.
+_BITS: dict[str, np.dtype[Any]] = {
+    "BF16": np.dtype("<i2"),
+    "F16": np.dtype("<i2"),
+    "F32": np.dtype("<i4"),
+    "F64": np.dtype("<i8"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +166,82 @@ def sha256(tensor: StoredTensor) -> str:
             digest.update(block)
             left -= len(block)
     return digest.hexdigest()
+
+
+def bits_dtype(tensor: StoredTensor) -> np.dtype[Any]:
+    """Integer type that holds the bits of one element of a tensor.
+
+    Raises
+    ------
+    CheckpointError
+        If the tensor is not stored in a floating-point format that weights are trained in.
+    """
+    if (found := _BITS.get(tensor.dtype)) is None:
+        raise CheckpointError(
+            f"{tensor.file}: weights must be stored as {', '.join(_BITS)}. "
+            f"Got {tensor.dtype} instead. Give the full-precision checkpoint."
+        )
+    return found
+
+
+def read_blocks(
+    tensor: StoredTensor, elements: int, *, transposed: bool = False
+) -> Iterator[tuple[int, Bits]]:
+    """Stream a matrix as blocks of whole rows.
+
+    Parameters
+    ----------
+    tensor
+        Matrix of shape (rows, columns).
+    elements
+        Size of a block; at least one row is read.
+    transposed
+        Whether the rows to stream are the stored columns.
+
+    Yields
+    ------
+    int
+        First row of the block.
+    numpy.ndarray
+        Bits of its elements, shape (rows of the block, columns). The next block overwrites it.
+
+    Raises
+    ------
+    CheckpointError
+        If the file ends early or the storage format is not supported.
+    """
+    dtype = bits_dtype(tensor)
+    rows, columns = tensor.shape[::-1] if transposed else tensor.shape
+    height = max(1, elements // max(1, columns))
+    if transposed:
+        for first in range(0, rows, height):
+            yield first, _mapped(tensor)[:, first : first + height].T.copy()
+        return
+    buffer = np.empty((min(height, rows), columns), dtype)
+    with tensor.file.open("rb", buffering=0) as file:
+        file.seek(tensor.start)
+        for first in range(0, rows, height):
+            block = buffer[: min(height, rows - first)]
+            _fill(file, block, tensor)
+            yield first, block
+
+
+def read_rows(tensor: StoredTensor, rows: Sequence[int], *, transposed: bool = False) -> Bits:
+    """Read some rows of a matrix; arguments and result as for `read_blocks`."""
+    mapped = _mapped(tensor)
+    return np.stack([mapped[:, row] if transposed else mapped[row] for row in rows])
+
+
+def _mapped(tensor: StoredTensor) -> Bits:
+    """Map a tensor's bytes; pages that were touched can be dropped by the system at any time."""
+    return np.memmap(tensor.file, bits_dtype(tensor), "r", tensor.start, tensor.shape)
+
+
+def _fill(file: io.FileIO, block: Bits, tensor: StoredTensor) -> None:
+    """Read the next bytes of a file into an array; a read may return fewer than asked for."""
+    rest = block.data.cast("B")
+    while rest:
+        count = file.readinto(rest)
+        if not count:
+            raise CheckpointError(f"{tensor.file}: truncated while it was being read.")
+        rest = rest[count:]
