@@ -32,6 +32,9 @@ _LOAD_ERRORS = (
     SafetensorError,
 )
 
+# Innermost modules that send tokens to experts. Quantizers leave them alone.
+_ROUTERS = frozenset(("gate", "router", "shared_expert_gate"))
+
 _WRONG_CONFIG = "Give the config.json that was saved with these weights."
 
 
@@ -310,7 +313,8 @@ def quantizable(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     head = model.get_output_embeddings()
     found: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
-        if not any(part.isdigit() for part in name.split(".")):
+        *outer, inner_name = name.split(".")
+        if not any(part.isdigit() for part in outer) or inner_name in _ROUTERS:
             continue
         if isinstance(module, torch.nn.Linear) and module is not head:
             found[f"{name}.weight"] = module.weight

@@ -69,6 +69,16 @@ FAMILIES = {
             "num_experts_per_tok": 2,
         },
     ),
+    "qwen2-moe": (
+        hf.Qwen2MoeForCausalLM,
+        hf.Qwen2MoeConfig,
+        {
+            "moe_intermediate_size": 8,
+            "shared_expert_intermediate_size": 24,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "gemma2": (hf.Gemma2ForCausalLM, hf.Gemma2Config, {"head_dim": 4}),
 }
 """Families configured as Llama is: model, configuration, what else it needs."""

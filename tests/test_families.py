@@ -41,6 +41,11 @@ COUNTS = {
         2 * TOKENS,
         4 + 2 * 4,
     ),
+    "qwen2-moe": (
+        2 * (ATTENTION + 16 + 8 + 8 + ROUTER + 4 * MLP // 3 + MLP + 16 + 2 * 16) + 16,
+        2 * TOKENS,
+        4 + 2 * 4 + 3,
+    ),
 }
 IDS = torch.arange(2 * 32).view(2, 32) * 3 % 256
 
@@ -65,7 +70,14 @@ def test_a_family_opens_with_the_counts_the_logits_and_all_matrices(tmp_path, fa
     assert all(by_name[name] is weight for name, weight in weights.items())
     # What is left is embeddings, head, biases, gains and routers: no matrix is skipped.
     left = {n: p for n, p in by_name.items() if n not in weights and p.ndim > 1}
-    kinds = {"embed_tokens", "lm_head", "embed_positions", "word_embeddings", "gate"}
+    kinds = {
+        "embed_tokens",
+        "lm_head",
+        "embed_positions",
+        "word_embeddings",
+        "gate",
+        "shared_expert_gate",
+    }
     assert {name.split(".")[-2] for name in left} <= kinds
     assert all(p.ndim == 2 for p in by_name.values() if p.ndim > 1)
 
