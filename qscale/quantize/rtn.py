@@ -31,12 +31,14 @@ def rtn(weight: torch.Tensor, setting: Setting) -> torch.Tensor:
     Notes
     -----
     Ties round to even. The last, shorter group of a row is padded with zeros, which moves neither
-    an absolute maximum nor a range that holds zero.
+    an absolute maximum nor a range that holds zero. Levels are worked out in place: fresh memory
+    would cost more than the arithmetic.
     """
     rows, columns = weight.shape
     size = setting.group_size or columns
     padding = -columns % size
-    groups = torch.nn.functional.pad(weight, (0, padding)).view(rows, -1, size)
+    padded = torch.nn.functional.pad(weight, (0, padding)) if padding else weight
+    groups = padded.reshape(rows, -1, size)
     rounded = (_asymmetric if setting.scale_rule == MINMAX else _symmetric)(groups, setting)
     return rounded.view(rows, -1)[:, :columns].contiguous()
 
@@ -45,9 +47,11 @@ def _symmetric(groups: torch.Tensor, setting: Setting) -> torch.Tensor:
     """Round groups along the last axis to levels around zero."""
     full = setting.scale_rule == ABSMAX_FULL
     top = 2 ** (setting.bits - 1) - 1
-    step = groups.abs().amax(-1, keepdim=True) / ((2**setting.bits - 1) / 2 if full else top)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    step = torch.maximum(high, -low) / ((2**setting.bits - 1) / 2 if full else top)
     step = torch.where(step == 0, 1.0, step)
-    return (groups / step).round().clamp(-top - 1 if full else -top, top) * step
+    levels = groups / step
+    return levels.round_().clamp_(-top - 1 if full else -top, top).mul_(step)
 
 
 def _asymmetric(groups: torch.Tensor, setting: Setting) -> torch.Tensor:
@@ -60,4 +64,5 @@ def _asymmetric(groups: torch.Tensor, setting: Setting) -> torch.Tensor:
     step = (groups.amax(-1, keepdim=True).clamp(min=0) - low) / (top - bottom)
     step = torch.where(step == 0, 1.0, step)
     zero = (bottom - low / step).clamp(bottom, top).round()
-    return (groups / step + zero).clamp(bottom, top).round().sub(zero) * step
+    levels = groups / step
+    return levels.add_(zero).clamp_(bottom, top).round_().sub_(zero).mul_(step)
