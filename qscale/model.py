@@ -262,8 +262,13 @@ def _check_outputs(description: Description, model: PreTrainedModel) -> None:
     ids = torch.arange(8, device=model.device) % model.get_input_embeddings().weight.shape[0]
     other = ids.clone()
     other[-1] = 0
-    with torch.inference_mode():
-        first, second = (model(input_ids=i[None], use_cache=False).logits for i in (ids, other))
+    try:
+        with torch.inference_mode():
+            first, second = (model(input_ids=i[None], use_cache=False).logits for i in (ids, other))
+    except _LOAD_ERRORS as error:
+        raise CheckpointError(
+            f"{description.path}: the model cannot be run ({_first_line(error)}). {_WRONG_CONFIG}"
+        ) from error
     if not torch.allclose(first[:, :-1], second[:, :-1], rtol=1e-3, atol=1e-3, equal_nan=True):
         raise CheckpointError(
             f"{description.path}: predictions change with later tokens, so this is not a causal "

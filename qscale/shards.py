@@ -97,8 +97,9 @@ def locate(folder: Path) -> dict[str, StoredTensor]:
     """
     index = folder / "model.safetensors.index.json"
     shards = ["model.safetensors"]
+    sharded = index.is_file() and not (folder / shards[0]).is_file()  # as transformers chooses
     promised: dict[str, str] = {}
-    if index.is_file():
+    if sharded:
         try:
             promised = dict(read_json(index)["weight_map"].items())
             shards = sorted(set(promised.values()))
@@ -107,7 +108,7 @@ def locate(folder: Path) -> dict[str, StoredTensor]:
                 f"{index}: 'weight_map' must name the file of each weight."
             ) from error
     missing = [shard for shard in shards if not (folder / shard).is_file()]
-    if missing and index.is_file():
+    if missing and sharded:
         raise CheckpointError(f"{folder}: {missing[0]} is missing, {index.name} asks for it.")
     if missing:
         others = sorted(p.name for pattern in _OTHER_WEIGHTS for p in folder.glob(pattern))

@@ -79,6 +79,22 @@ def test_hash_is_of_the_weights_not_of_their_files(tmp_path):
     assert describe(save(model, tmp_path / "other")).checkpoint != whole.checkpoint
 
 
+def test_a_whole_file_counts_before_shards_as_it_does_for_transformers(tmp_path):
+    other = build_model("llama", initializer_range=0.5)
+    folder = save(other, tmp_path / "both", max_shard_size="8KB")
+    (folder / "model.safetensors.index.json").rename(tmp_path / "index")
+    for shard in folder.glob("model-*"):
+        shard.rename(tmp_path / shard.name)
+    model = build_model("llama")
+    expected = describe(save(model, folder)).checkpoint
+    (tmp_path / "index").rename(folder / "model.safetensors.index.json")
+    for shard in tmp_path.glob("model-*"):
+        shard.rename(folder / shard.name)
+    found = load(folder)
+    assert found.description.checkpoint == expected
+    assert torch.equal(found.model.lm_head.weight, model.lm_head.weight)
+
+
 def test_describing_needs_no_torch(trained_llama):
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
@@ -214,6 +230,11 @@ def half_written(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-40])
 
 
+def bad_index(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": 3}')
+
+
 def promise_more(folder: Path) -> None:
     save(build_model("llama"), folder, max_shard_size="8KB")
     (folder / "model.safetensors").unlink(missing_ok=True)
@@ -237,10 +258,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors. Convert"),
     "pickled weights": (only_pickle, "no model.safetensors, only pytorch_model.bin. Convert"),
     "missing shard": (replace_shard, r"model-00002-of-\d+.safetensors is missing"),
-    "bad index": (
-        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": 3}'),
-        "'weight_map' must name",
-    ),
+    "bad index": (bad_index, "'weight_map' must name"),
     "truncated": (truncate, r"truncated. The file has \d+ bytes, its header promises \d+"),
     "empty file": (lambda f: (f / "model.safetensors").write_bytes(b""), "truncated or not a saf"),
     "not safetensors": (

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from qscale.checkpoint import describe
 from qscale.errors import CheckpointError
 from qscale.model import load, quantizable
-from tests.checkpoints import build_family, build_model, save
+from tests.checkpoints import HEADS, SPECIAL, build_family, build_model, save
 
 # Two layers of width 16 over 256 tokens; four heads, two of them for keys and values.
 TOKENS = 256 * 16
@@ -181,3 +182,14 @@ def test_masks_and_frequencies_in_another_format_are_not_weights(tmp_path):
     found = load(folder).description
     assert (found.n_params, found.n_params_total) == (expected.n_params, expected.n_params_total)
     assert found.storage == "F32"
+
+
+def test_a_model_that_cannot_be_run_is_one_line(tmp_path):
+    # StableLM rotates a quarter of a head: one of four numbers, which cannot be paired.
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, **SPECIAL, **HEADS}
+    model = hf.StableLmForCausalLM(hf.StableLmConfig(vocab_size=256, **sizes))
+    with pytest.raises(
+        CheckpointError, match="the model cannot be run .* Give the config"
+    ) as caught:
+        load(save(model, tmp_path))
+    assert "\n" not in str(caught.value)
