@@ -9,7 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from qscale.checkpoint import describe
 from qscale.errors import CheckpointError
+from qscale.matrices import BLOCK, matrices
 from qscale.model import load, quantizable
+from qscale.shards import locate
 from tests.checkpoints import HEADS, SPECIAL, build_family, build_model, save
 
 # Two layers of width 16 over 256 tokens; four heads, two of them for keys and values.
@@ -69,6 +71,9 @@ def test_a_family_opens_with_the_counts_the_logits_and_all_matrices(tmp_path, fa
     assert len(weights) == 2 * matrices
     by_name = dict(found.named_parameters())
     assert all(by_name[name] is weight for name, weight in weights.items())
+    # Read off the files, which hold an expert's gate and up apart, they are as many numbers.
+    stored = [m for m in matrices(locate(folder), described.architecture) if m.kind == BLOCK]
+    assert sum(w.numel() for w in weights.values()) == sum(m.stored.size for m in stored)
     # What is left is embeddings, head, biases, gains and routers: no matrix is skipped.
     left = {n: p for n, p in by_name.items() if n not in weights and p.ndim > 1}
     kinds = {
