@@ -59,7 +59,7 @@ def test_a_family_opens_with_the_counts_the_logits_and_all_matrices(tmp_path, fa
     with torch.no_grad():
         expected = model(input_ids=IDS).logits
     folder = save(model, tmp_path)
-    body, outside, matrices = COUNTS[family]
+    body, outside, per_layer = COUNTS[family]
     described = describe(folder)
     assert (described.n_params, described.n_params_total) == (body, body + outside)
     assert described.storage == "F32"
@@ -68,7 +68,7 @@ def test_a_family_opens_with_the_counts_the_logits_and_all_matrices(tmp_path, fa
     with torch.no_grad():
         torch.testing.assert_close(found(input_ids=IDS).logits, expected, rtol=1e-5, atol=1e-6)
     weights = quantizable(found)
-    assert len(weights) == 2 * matrices
+    assert len(weights) == 2 * per_layer
     by_name = dict(found.named_parameters())
     assert all(by_name[name] is weight for name, weight in weights.items())
     # Read off the files, which hold an expert's gate and up apart, they are as many numbers.
