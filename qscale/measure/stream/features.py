@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+import torch
 
 from qscale.checkpoint import is_buffer, read_config
 from qscale.errors import CheckpointError
@@ -21,7 +23,7 @@ from qscale.measure.weights import sqnr_db
 from qscale.shards import StoredTensor, locate, sha256
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from qscale.measure.stream.moments import Sums
@@ -91,6 +93,15 @@ class WeightFeatures:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one matrix adds to the features; no row if it is a vector."""
+
+    row: dict[str, Any]
+    tried: list[dict[str, Any]]
+    norm: tuple[str, int, float]
+
+
 _MEASURED = ("squared_norm", "squared_error", "sqnr_db", "bits_per_weight")
 
 
@@ -105,8 +116,9 @@ def weight_features(
     """Stream the weights of a checkpoint and describe each matrix.
 
     Every matrix is read once for its sums and rounding errors and once for its outliers; its
-    spectral norm reads it some 10 to 60 times more. Memory holds one block, and group sums of
-    one matrix, about a tenth of its size in bfloat16.
+    spectral norm reads it some 10 to 60 times more. As many matrices are worked on at a time as
+    torch has threads. For each, memory holds a few blocks and its group sums, which take about a
+    tenth of its size in bfloat16.
 
     Parameters
     ----------
@@ -129,26 +141,40 @@ def weight_features(
     """
     config, tensors = open_weights(checkpoint)
     found = matrices(tensors, config["model_type"])
-    vectors = _vectors(tensors, found)
-    total = sum(
-        t.stop - t.start for t in (*(m.stored for m in found), *(v.stored for v in vectors))
-    )
+    every = [*found, *_vectors(tensors, found)]
+    total = sum(m.stored.stop - m.stored.start for m in every)
+
+    def work(matrix: Matrix) -> _Part:
+        return _part(matrix, settings, block_elements, spectral=spectral)
+
     done = 0
-    rows, tried, norms = [], [], []
-    for matrix in (*found, *vectors):
-        if matrix.kind == VECTOR:
-            part = sums(matrix, elements=block_elements)
-        else:
-            wanted = settings if matrix.kind == BLOCK else ()
-            part = sums(matrix, wanted, block_elements)
-            rows.append(_row(matrix, part, block_elements, spectral=spectral))
-            tried += _tried(matrix, part, wanted)
-        norms.append((matrix.kind, part.size, part.squares))
+    parts = []
+    for matrix, part in zip(every, _in_threads(work, every), strict=True):
+        parts.append(part)
         done += matrix.stored.stop - matrix.stored.start
         if on_progress is not None:
             on_progress(done, total)
     tied = _tied(found, config.get("tie_word_embeddings"))
-    return WeightFeatures(pd.DataFrame(rows), pd.DataFrame(tried), _totals(norms, tied=tied))
+    return WeightFeatures(
+        pd.DataFrame([part.row for part in parts if part.row]),
+        pd.DataFrame([row for part in parts for row in part.tried]),
+        _totals([part.norm for part in parts], tied=tied),
+    )
+
+
+def _in_threads(work: Callable[[Matrix], _Part], every: list[Matrix]) -> Iterator[_Part]:
+    """Work on as many matrices at a time as torch has threads, and yield results in order.
+
+    Blocks are too small for the threads of one operation; each thread takes a matrix instead.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pool = ThreadPoolExecutor(threads)
+    try:
+        yield from pool.map(work, every)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
 
 
 def open_weights(checkpoint: str | Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
@@ -182,6 +208,14 @@ def _vectors(tensors: dict[str, StoredTensor], found: list[Matrix]) -> list[Matr
         for name, t in tensors.items()
         if name not in taken and t.size
     ]
+
+
+def _part(matrix: Matrix, settings: Sequence[Setting], elements: int, *, spectral: bool) -> _Part:
+    """Stream one matrix and describe it."""
+    wanted = settings if matrix.kind == BLOCK else ()
+    part = sums(matrix, wanted, elements)
+    row = {} if matrix.kind == VECTOR else _row(matrix, part, elements, spectral=spectral)
+    return _Part(row, _tried(matrix, part, wanted), (matrix.kind, part.size, part.squares))
 
 
 def _row(matrix: Matrix, part: Sums, elements: int, *, spectral: bool) -> dict[str, Any]:
