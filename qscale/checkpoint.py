@@ -177,7 +177,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{folder}: no config.json. Give a Hugging Face checkpoint folder.")
+        cure = "Give a Hugging Face checkpoint folder."
+        if files := sorted(file.name for file in folder.glob("*.gguf")):
+            cure = f"Give the file {files[0]} itself."
+        elif (folder / "adapter_config.json").is_file():
+            cure = "It holds an adapter: merge it into its base model and save that."
+        raise CheckpointError(f"{folder}: no config.json. {cure}")
     config = read_json(path)
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(f"{path}: 'model_type' must be the name of an architecture.")

@@ -251,6 +251,14 @@ def only_pickle(folder: Path) -> None:
 NAME = "model.layers.1.mlp.up_proj.weight"
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
+    "only an adapter": (
+        lambda f: (f / "config.json").rename(f / "adapter_config.json"),
+        "no config.json. It holds an adapter: merge it into its base model",
+    ),
+    "only a GGUF file": (
+        lambda f: (f / "config.json").rename(f / "tiny.gguf"),
+        "no config.json. Give the file tiny.gguf itself",
+    ),
     "config not JSON": (lambda f: (f / "config.json").write_text("{"), "not valid JSON"),
     "config not an object": (lambda f: (f / "config.json").write_text("[1]"), "JSON object"),
     "no model type": (lambda f: set_config(f, model_type=None), "'model_type' must be"),
