@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from qscale.matrices import Matrix
     from qscale.shards import Bits
 
-BLOCK_ELEMENTS = 1 << 19
-"""Elements of a block: two megabytes in float32, so that several passes over it stay in cache."""
+BLOCK_ELEMENTS = 1 << 17
+"""Elements of a block, half a megabyte in float32: larger temporaries cost page faults."""
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
