@@ -124,6 +124,7 @@ def save_curvature(
             "ggn_probes": list(np.transpose(ggn.values)),
             "hessian_probes": list(np.transpose(hessian.values)),
             "curvature_tokens": ggn.tokens,
+            "microbatches": ggn.microbatches,
             "backward_passes": ggn.backward_passes,
             "hessian_passes": hessian.backward_passes,
             "grad_norm": found.grad_norm,
@@ -155,6 +156,7 @@ def load_curvature(out: Path, names: Sequence[str], shared: Mapping[str, Any]) -
             values=np.stack(found[f"{kind}_probes"].to_list()).T,
             tokens=int(first["curvature_tokens"]),
             backward_passes=int(first[passes]),
+            microbatches=int(first["microbatches"]),
         )
         for kind, passes in (("ggn", "backward_passes"), ("hessian", "hessian_passes"))
     )
@@ -169,7 +171,7 @@ def _read_matrices(path: Path) -> pd.DataFrame:
         raise TableError(
             f"{path}: cannot be read. Remove it to measure curvature again."
         ) from error
-    if not {"checkpoint", "protocol", "matrix", "ggn_probes", "hessian_probes"} <= set(frame):
+    if not {"checkpoint", "protocol", "matrix", "ggn_probes", "hessian_probes", "microbatches"} <= set(frame):
         raise TableError(f"{path}: exists and is not a per-matrix table of qscale measure.")
     return frame
 

@@ -15,30 +15,42 @@ if TYPE_CHECKING:
 class TraceEstimate:
     """Stochastic estimate of the trace of a curvature matrix, one diagonal block per weight matrix.
 
-    The probes are kept one by one. Blocks share their probes, so their errors are correlated, and
-    only the values probe by probe give the right standard error of a sum over blocks.
+    Samples are kept one by one. Blocks share them, so their errors are correlated, and only the
+    samples give the right standard error of a sum over blocks.
 
     Parameters
     ----------
     names
         Parameter names of the blocks.
     values
-        Unbiased estimate of each block's trace from each probe, shape ``(num_probes, len(names))``.
+        Samples, shape ``(num_probes * microbatches, len(names))``: probe by probe, and in each the
+        microbatches in order. A microbatch's estimate of its part of each block's trace is
+        multiplied by the number of microbatches, so that the mean of all samples is the trace.
     tokens
         Number of scored tokens the loss is a mean over.
     backward_passes
         Backward passes over all of those tokens that were spent.
+    microbatches
+        Number of parts of the tokens that have probes of their own. The standard error is that of a
+        stratified sample (Cochran, Sampling Techniques, 1977, section 5.4): a part's samples are
+        compared with each other only. With one part it is that of whole probes.
     """
 
     names: tuple[str, ...]
     values: np.ndarray
     tokens: int
     backward_passes: int
+    microbatches: int = 1
 
     @property
     def num_probes(self) -> int:
-        """Number of independent probes."""
-        return len(self.values)
+        """Number of independent probes of every microbatch."""
+        return len(self.values) // self.microbatches
+
+    @property
+    def degrees_of_freedom(self) -> int:
+        """Degrees of freedom of the standard errors, at most: reached if all parts are alike."""
+        return len(self.values) - self.microbatches
 
     @property
     def total(self) -> float:
@@ -58,7 +70,7 @@ class TraceEstimate:
     @property
     def per_matrix_se(self) -> dict[str, float]:
         """Standard error of each block's trace over the probes."""
-        return dict(zip(self.names, standard_error(self.values).tolist(), strict=True))
+        return dict(zip(self.names, self._error(self.values).tolist(), strict=True))
 
     def combine(self, weights: np.ndarray) -> tuple[float, float]:
         """Estimate a linear combination of the blocks' traces.
@@ -74,12 +86,13 @@ class TraceEstimate:
             The value and its standard error over the probes.
         """
         sums = self.values @ weights
-        return float(sums.mean()), float(standard_error(sums))
+        return float(sums.mean()), float(self._error(sums))
 
-
-def standard_error(samples: np.ndarray) -> np.ndarray:
-    """Return the standard error of the mean of independent samples along the first axis."""
-    return np.std(samples, axis=0, ddof=1) / np.sqrt(len(samples))
+    def _error(self, samples: np.ndarray) -> np.ndarray:
+        """Return the standard error of the mean of samples along the first axis."""
+        parts = samples.reshape(self.num_probes, self.microbatches, *samples.shape[1:])
+        variance = parts.var(axis=0, ddof=1).mean(axis=0)
+        return np.sqrt(variance / len(samples))
 
 
 def quadratic_delta(

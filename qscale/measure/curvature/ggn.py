@@ -21,11 +21,13 @@ from qscale.measure.curvature.head import (
 from qscale.measure.curvature.loss import (
     differentiate,
     inner_products,
+    microbatch_count,
     microbatches,
     rademacher,
     scored_tokens,
     stream,
 )
+from qscale.measure.curvature.parallel import add_up_array, processes, share
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -110,18 +112,20 @@ def ggn_trace(
     if num_probes < 2:
         raise ValueError(f"num_probes must be at least 2. Got {num_probes} instead.")
     tokens = scored_tokens(windows)
-    values = np.zeros((num_probes, len(names)))
+    parts = microbatch_count(windows, batch_windows)
+    values = np.zeros((num_probes, parts, len(names)))
     with differentiable(model, names) as parameters:
         head = check_head(model, windows)
         own = own_parameters(model, parameters)
         body = {name: p for name, p in parameters.items() if name not in own}
         probed = [i for i, name in enumerate(names) if name not in own]
         tied = next((i for i, p in enumerate(body.values()) if p is head.weight), None)
-        for start, ids in microbatches(windows, batch_windows, model.device):
+        for start, ids in share(microbatches(windows, batch_windows, model.device)):
+            part = values[:, start // batch_windows]
             hidden, _ = scored_hidden(model, ids)
             if own:
                 exact = block_traces(hidden.detach(), head)
-                values += [exact[own[n]] / tokens if n in own else 0.0 for n in names]
+                part += [exact[own[name]] if name in own else 0.0 for name in names]
             streams = [stream(hidden.device, seed, probe, start) for probe in range(num_probes)]
             vectors = _pulled_back(hidden.detach(), head, streams, of_weight=tied is not None)
             for probe, (of_hidden, of_weight) in enumerate(vectors):
@@ -131,15 +135,17 @@ def ggn_trace(
                     )
                     if of_weight is not None and tied is not None:
                         gradient[tied].add_(of_weight)
-                    values[probe, probed] += inner_products(gradient, gradient) / tokens
+                    part[probe, probed] += inner_products(gradient, gradient)
                 if on_probe:
-                    on_probe(len(ids) / len(windows))
+                    on_probe(processes() * len(ids) / len(windows))
+        values = add_up_array(values, model.device)
     if not np.isfinite(values).all():
         raise CheckpointError(
             f"The Gauss-Newton trace of {type(model).__name__} is not finite: "
             "check its weights for NaN and infinite values."
         )
-    return TraceEstimate(tuple(names), values, tokens, backward_passes=num_probes)
+    samples = values.reshape(-1, len(names)) * parts / tokens
+    return TraceEstimate(tuple(names), samples, tokens, num_probes, parts)
 
 
 def _pulled_back(

@@ -97,8 +97,8 @@ def own_parameters(
     dict of str to str
         By parameter name, ``weight`` or ``bias``.
     """
-    head = model.get_output_embeddings()
     body = {id(p) for p in model.base_model.parameters()}
+    head = model.get_output_embeddings()
     kinds = {id(p): kind for kind, p in head.named_parameters() if id(p) not in body}
     return {name: kinds[id(p)] for name, p in parameters.items() if id(p) in kinds}
 

@@ -9,17 +9,19 @@ import numpy as np
 import torch
 
 from qscale.errors import CheckpointError
-from qscale.measure.curvature.estimate import TraceEstimate, standard_error
-from qscale.measure.curvature.guard import differentiable, double_backward_attention
-from qscale.measure.curvature.head import check_head
+from qscale.measure.curvature.estimate import TraceEstimate
+from qscale.measure.curvature.guard import differentiable
+from qscale.measure.curvature.head import block_traces, check_head, own_parameters, scored_hidden
 from qscale.measure.curvature.loss import (
     inner_products,
-    loss_gradient,
+    microbatch_count,
     microbatches,
     rademacher,
     scored_tokens,
     stream,
 )
+from qscale.measure.curvature.parallel import add_up, add_up_array, processes, share
+from qscale.measure.curvature.products import attention_for, hessian_multiplier
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from qscale.measure.curvature.loss import Progress
+    from qscale.measure.curvature.products import Method
+
+DEGREES = 8
+"""Degrees of freedom of the error after the first round of probes."""
 
 
 def hessian_vector_product(
@@ -34,13 +40,14 @@ def hessian_vector_product(
     windows: torch.Tensor,
     vectors: Mapping[str, torch.Tensor],
     *,
+    method: Method = "exact",
     batch_windows: int = 1,
 ) -> dict[str, torch.Tensor]:
     """Multiply the Hessian of the mean loss, restricted to some parameters, with a vector.
 
-    The gradient is differentiated once more in reverse (reverse over reverse). The functional
-    route, ``torch.func.hessian`` or anything else with ``jacrev`` inside, is silently wrong through
-    ``nn.LayerNorm`` in torch 2.13 and is not used.
+    The exact method differentiates the gradient once more in reverse (reverse over reverse). The
+    functional route, ``torch.func.hessian`` or anything else with ``jacrev`` inside, is silently
+    wrong through ``nn.LayerNorm`` in torch 2.13 and is not used.
 
     Parameters
     ----------
@@ -50,6 +57,10 @@ def hessian_vector_product(
         Token ids, shape ``(n_windows, context)``; every token of a window but its first is scored.
     vectors
         The vector, one tensor per parameter by its name; the Hessian is restricted to these.
+    method
+        ``exact``, or ``central`` or ``forward`` differences of gradients, which take the memory of
+        a gradient and need no second derivative; see
+        :func:`~qscale.measure.curvature.products.hessian_multiplier`.
     batch_windows
         Windows in one microbatch; it bounds the memory and does not change the result.
 
@@ -66,16 +77,14 @@ def hessian_vector_product(
         If the windows have no token to score.
     """
     tokens = scored_tokens(windows)
-    with double_backward_attention(model), differentiable(model, list(vectors)) as parameters:
+    with attention_for(model, method), differentiable(model, list(vectors)) as parameters:
         check_head(model, windows)
         total = [torch.zeros_like(parameter) for parameter in parameters.values()]
-        for _, ids in microbatches(windows, batch_windows, model.device):
-            gradient = loss_gradient(model, ids, parameters, tokens=tokens, create_graph=True)
-            product = torch.autograd.grad(
-                gradient, list(parameters.values()), list(vectors.values())
-            )
-            for sum_, part in zip(total, product, strict=True):
+        for _, ids in share(microbatches(windows, batch_windows, model.device)):
+            multiply = hessian_multiplier(model, ids, parameters, tokens=tokens, method=method)
+            for sum_, part in zip(total, multiply(list(vectors.values())), strict=True):
                 sum_.add_(part)
+        add_up(total)
     return dict(zip(vectors, total, strict=True))
 
 
@@ -84,8 +93,9 @@ def hessian_trace(
     windows: torch.Tensor,
     names: Sequence[str],
     *,
+    method: Method = "exact",
     rtol: float = 0.1,
-    min_probes: int = 8,
+    min_probes: int | None = None,
     max_probes: int = 100,
     batch_windows: int = 1,
     seed: int = 0,
@@ -102,11 +112,14 @@ def hessian_trace(
     so one product serves every block :math:`l` at once. The loss is a sum over microbatches, and
     each has its own independent signs. The sum over microbatches is one probe, and its variance,
     :math:`2 \sum_b (\lVert H_b \rVert_F^2 - \sum_i (H_b)_{ii}^2)`, is smaller than that of one
-    vector shared by all of them to the extent that their Hessians :math:`H_b` are alike.
+    vector shared by all of them to the extent that their Hessians :math:`H_b` are alike. The
+    standard error compares the samples of each microbatch with each other, so two probes of many
+    microbatches are enough for one. The block of an LM head that is not tied to the embedding needs
+    no probes, see :func:`~qscale.measure.curvature.head.block_traces`: its values are exact.
 
-    Probes come in rounds. In a round the graph of each microbatch's gradient is built once and
-    serves all probes (about 2 gradients a probe rather than 3); after it the relative standard
-    error decides whether and how long another is needed, at most doubling the probes.
+    Probes come in rounds. In a round, what each microbatch's products share is computed once for
+    all probes; after it the relative standard error decides whether and how long another is
+    needed, at most doubling the probes.
 
     Parameters
     ----------
@@ -116,10 +129,14 @@ def hessian_trace(
         Token ids, shape ``(n_windows, context)``; every token of a window but its first is scored.
     names
         Names of the parameters; the Hessian is restricted to these.
+    method
+        As for :func:`hessian_vector_product`. A product takes about 2 gradients with ``exact`` and
+        ``central``, 1 with ``forward``; the error of differences is far below that of probes.
     rtol
         Stop when the standard error of the total is at most this share of its absolute value.
     min_probes
-        Number of probes of the first round, at least 2.
+        Number of probes of the first round, at least 2. Without it, as many as give the standard
+        error 8 degrees of freedom.
     max_probes
         Number of probes to stop at in any case; check ``se`` of the result.
     batch_windows
@@ -132,8 +149,8 @@ def hessian_trace(
     Returns
     -------
     TraceEstimate
-        Its backward passes are one per probe and one per round for the gradient. A pass through
-        the graph of the gradient costs about twice one through the graph of the loss.
+        Its backward passes are one per probe, two with ``central``, and otherwise one per round for
+        the gradient. A pass through the graph of a gradient costs twice one through a loss.
 
     Raises
     ------
@@ -146,35 +163,68 @@ def hessian_trace(
 
     Notes
     -----
-    Memory peaks at the graph of the gradient, two to three times the activations of a forward pass;
-    logits exist for a chunk of positions only.
+    Memory peaks at the graph of the gradient, two to three times the activations of a forward pass,
+    or with differences at the activations. Logits exist for a chunk of positions only.
     """
+    tokens = scored_tokens(windows)
+    parts = microbatch_count(windows, batch_windows)
+    if min_probes is None:
+        min_probes = min(1 + math.ceil(DEGREES / parts), max_probes)
     if not 2 <= min_probes <= max_probes:
         raise ValueError(
             "min_probes must be at least 2 and at most max_probes. "
             f"Got {min_probes} and {max_probes} instead."
         )
-    tokens = scored_tokens(windows)
-    values = np.empty((0, len(names)))
-    rounds = 0
-    with double_backward_attention(model), differentiable(model, names) as parameters:
-        check_head(model, windows)
-        while add := _probes_to_add(
-            values.sum(axis=1), rtol=rtol, min_probes=min_probes, max_probes=max_probes
-        ):
-            probes = range(len(values), len(values) + add)
+    found = TraceEstimate(tuple(names), np.empty((0, len(names))), tokens, 0, parts)
+    with attention_for(model, method), differentiable(model, names) as parameters:
+        exact = _exact_blocks(model, windows, parameters, batch_windows=batch_windows)
+        while add := _probes_to_add(found, rtol=rtol, min_probes=min_probes, max_probes=max_probes):
+            probes = range(found.num_probes, found.num_probes + add)
             more = _probe(
                 model,
                 windows,
                 parameters,
                 probes,
+                method=method,
                 batch_windows=batch_windows,
                 seed=seed,
                 on_probe=on_probe,
             )
-            values = np.concatenate([values, more])
-            rounds += 1
-    return TraceEstimate(tuple(names), values, tokens, backward_passes=len(values) + rounds)
+            samples = parts * add_up_array(more + exact, model.device).reshape(-1, len(names))
+            found = TraceEstimate(
+                tuple(names),
+                np.concatenate([found.values, samples]),
+                tokens,
+                found.backward_passes + (2 * add if method == "central" else add + 1),
+                parts,
+            )
+    return found
+
+
+def _exact_blocks(
+    model: PreTrainedModel,
+    windows: torch.Tensor,
+    parameters: Mapping[str, torch.nn.Parameter],
+    *,
+    batch_windows: int,
+) -> np.ndarray:
+    """Return what needs no probes of each block's trace, shape ``(microbatches, parameters)``.
+
+    Parameters that have no more than that no longer need a gradient.
+    """
+    head = check_head(model, windows)
+    own = own_parameters(model, parameters)
+    for name in own:
+        parameters[name].requires_grad_(False)
+    values = np.zeros((microbatch_count(windows, batch_windows), len(parameters)))
+    if own:
+        for start, ids in share(microbatches(windows, batch_windows, model.device)):
+            with torch.no_grad():
+                exact = block_traces(scored_hidden(model, ids)[0], head)
+            values[start // batch_windows] = [
+                exact[own[name]] if name in own else 0.0 for name in parameters
+            ]
+    return values / scored_tokens(windows)
 
 
 def _probe(
@@ -183,26 +233,33 @@ def _probe(
     parameters: Mapping[str, torch.nn.Parameter],
     probes: range,
     *,
+    method: Method,
     batch_windows: int,
     seed: int,
     on_probe: Progress | None,
 ) -> np.ndarray:
-    """Return the trace of each block from each of some probes, shape ``(probes, parameters)``."""
+    """Return samples of each block's trace, shape ``(probes, microbatches, parameters)``."""
     tokens = scored_tokens(windows)
-    values = np.zeros((len(probes), len(parameters)))
-    for start, ids in microbatches(windows, batch_windows, model.device):
-        gradient = loss_gradient(model, ids, parameters, tokens=tokens, create_graph=True)
+    probed = {
+        block: (name, p) for block, (name, p) in enumerate(parameters.items()) if p.requires_grad
+    }
+    values = np.zeros((len(probes), microbatch_count(windows, batch_windows), len(parameters)))
+    if not probed:
+        return values
+    for start, ids in share(microbatches(windows, batch_windows, model.device)):
+        multiply = hessian_multiplier(
+            model, ids, dict(probed.values()), tokens=tokens, method=method
+        )
         for row, probe in enumerate(probes):
             signs = [
-                rademacher(parameter, stream(parameter.device, seed, probe, start, block))
-                for block, parameter in enumerate(parameters.values())
+                rademacher(p, stream(p.device, seed, probe, start, block))
+                for block, (_, p) in probed.items()
             ]
-            product = torch.autograd.grad(
-                gradient, list(parameters.values()), signs, retain_graph=probe != probes[-1]
+            values[row, start // batch_windows, list(probed)] = inner_products(
+                signs, multiply(signs)
             )
-            values[row] += inner_products(signs, product)
             if on_probe:
-                on_probe(len(ids) / len(windows))
+                on_probe(processes() * len(ids) / len(windows))
     if not np.isfinite(values).all():
         raise CheckpointError(
             f"The Hessian trace of {type(model).__name__} is not finite although its loss is: "
@@ -211,14 +268,14 @@ def _probe(
     return values
 
 
-def _probes_to_add(totals: np.ndarray, *, rtol: float, min_probes: int, max_probes: int) -> int:
-    """Plan the next round of probes from the totals so far; 0 says that they suffice."""
-    done = len(totals)
+def _probes_to_add(found: TraceEstimate, *, rtol: float, min_probes: int, max_probes: int) -> int:
+    """Plan the next round of probes from what was found so far; 0 says that it suffices."""
+    done = found.num_probes
     if not done:
         return min_probes
-    error, target = standard_error(totals), rtol * abs(totals.mean())
+    error, target = found.se, rtol * abs(found.total)
     if error <= target:
         return 0
     # The error falls as 1/sqrt(probes), but its estimate is rough: at most double.
-    needed = 2 * done if target == 0 else math.ceil(done * float(error / target) ** 2)
+    needed = 2 * done if target == 0 else math.ceil(done * (error / target) ** 2)
     return min(max(needed, done + 1), 2 * done, max_probes) - done

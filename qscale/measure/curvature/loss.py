@@ -11,6 +11,7 @@ import torch
 from qscale.errors import CheckpointError, TextError
 from qscale.measure.curvature.guard import differentiable, require_second_derivative
 from qscale.measure.curvature.head import check_head, cross_entropy_sum, scored_hidden
+from qscale.measure.curvature.parallel import add_up, share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +42,19 @@ def scored_tokens(windows: torch.Tensor) -> int:
     return len(windows) * (windows.shape[1] - 1)
 
 
+def microbatch_count(windows: torch.Tensor, batch_windows: int) -> int:
+    """Count the microbatches.
+
+    Raises
+    ------
+    ValueError
+        If ``batch_windows`` is below one.
+    """
+    if batch_windows < 1:
+        raise ValueError(f"batch_windows must be at least 1. Got {batch_windows} instead.")
+    return math.ceil(len(windows) / batch_windows)
+
+
 def microbatches(
     windows: torch.Tensor, batch_windows: int, device: torch.device
 ) -> Iterator[tuple[int, torch.Tensor]]:
@@ -51,9 +65,8 @@ def microbatches(
     ValueError
         If ``batch_windows`` is below one.
     """
-    if batch_windows < 1:
-        raise ValueError(f"batch_windows must be at least 1. Got {batch_windows} instead.")
-    for start in range(0, len(windows), batch_windows):
+    for part in range(microbatch_count(windows, batch_windows)):
+        start = part * batch_windows
         yield start, windows[start : start + batch_windows].to(device)
 
 
@@ -169,10 +182,11 @@ def grad_norm(
     with differentiable(model, names) as parameters:
         check_head(model, windows)
         total = [torch.zeros_like(parameter) for parameter in parameters.values()]
-        for _, ids in microbatches(windows, batch_windows, model.device):
+        for _, ids in share(microbatches(windows, batch_windows, model.device)):
             gradient = loss_gradient(model, ids, parameters, tokens=tokens)
             for sum_, part in zip(total, gradient, strict=True):
                 sum_.add_(part)
+        add_up(total)
     return math.sqrt(inner_products(total, total).sum())
 
 

@@ -21,7 +21,7 @@ from tests.checkpoints import build_model
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from conftest import Tiny
+    from tests.measure.conftest import Tiny
 
 VOCABULARY, WIDTH, POSITIONS = 7, 4, 5
 
