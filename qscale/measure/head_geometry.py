@@ -127,9 +127,10 @@ def head_geometry(
 
     Notes
     -----
-    Logits exist for a chunk of positions at a time, `qscale.measure.curvature.head.CHUNK_LOGITS`
-    elements over the whole vocabulary, and about ten tensors of that size at once: 160 MiB in
-    float32. Angles and changes of logits are formed from the rotated part of the input, not as
+    Logits exist for a chunk of positions at a time, over the whole vocabulary: at most half of
+    `qscale.measure.curvature.head.CHUNK_LOGITS` elements, and about ten tensors of that size at
+    once, 80 MiB in float32; the C library may keep as much again of freed memory.
+    Angles and changes of logits are formed from the rotated part of the input, not as
     differences of two large numbers, so that small ones keep their digits.
     """
     head = model.get_output_embeddings()
@@ -156,7 +157,7 @@ def head_geometry(
                     f"The quantized model's LM-head input is not finite in window {int(bad[0])}: "
                     "its geometry cannot be measured."
                 )
-            for part in chunks(len(targets), vocabulary):
+            for part in chunks(len(targets), 2 * vocabulary):
                 found = _chunk(kept[part], hidden[part], targets[part], head, norms, ranks)
                 for name, values in found.items():
                     if name not in sums:
@@ -305,7 +306,7 @@ def _angle_change(
 
 def _retained(top: torch.Tensor, logits: torch.Tensor) -> dict[str, torch.Tensor]:
     """Compare the most likely tokens, best first, with those of other logits."""
-    other = logits.topk(max(RETAINED), dim=-1).indices
+    other = logits.topk(top.shape[1], dim=-1).indices  # as many, so that ties break alike
     found = {"flip_1": (top[:, 0] != other[:, 0]).double()}
     for k in RETAINED:
         both = (top[:, :k, None] == other[:, None, :k]).any(-1)
