@@ -127,7 +127,7 @@ def ggn_trace(
                 exact = block_traces(hidden.detach(), head)
                 part += [exact[own[name]] if name in own else 0.0 for name in names]
             streams = [stream(hidden.device, seed, probe, start) for probe in range(num_probes)]
-            vectors = _pulled_back(hidden.detach(), head, streams, of_weight=tied is not None)
+            vectors = pulled_back(hidden.detach(), head, streams, of_weight=tied is not None)
             for probe, (of_hidden, of_weight) in enumerate(vectors):
                 if body:
                     gradient = differentiate(
@@ -148,7 +148,7 @@ def ggn_trace(
     return TraceEstimate(tuple(names), samples, tokens, num_probes, parts)
 
 
-def _pulled_back(
+def pulled_back(
     hidden: torch.Tensor,
     head: torch.nn.Linear,
     streams: Sequence[torch.Generator],
