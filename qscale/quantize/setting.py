@@ -25,13 +25,17 @@ SCALE_RULES = (ABSMAX_RESTRICTED, ABSMAX_FULL, MINMAX)
 At two bits the rule alone changes the loss increase several times over, so rows name it.
 """
 
+RTN, GPTQ = "rtn", "gptq"
+METHODS = (RTN, GPTQ)
+"""Round-to-nearest, and error feedback along the rows by Frantar et al. (arXiv:2210.17323)."""
+
 SCALE_BITS = 16
 """Storage of one scale; formats in use keep scales in half precision."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One way to quantize every matrix of a model by round-to-nearest to integers.
+    """One way to quantize every matrix of a model to integers.
 
     Parameters
     ----------
@@ -42,8 +46,10 @@ class Setting:
         not divide the row, the last group is shorter.
     scale_rule
         One of `SCALE_RULES`.
-    method, fmt
-        As the measurement table names them.
+    method
+        One of `METHODS`. What is stored does not depend on it.
+    fmt
+        As the measurement table names it.
 
     Raises
     ------
@@ -54,7 +60,7 @@ class Setting:
     bits: int
     group_size: int | None = None
     scale_rule: str = ABSMAX_RESTRICTED
-    method: str = "rtn"
+    method: str = RTN
     fmt: str = "int"
 
     def __post_init__(self) -> None:
@@ -67,7 +73,7 @@ class Setting:
             )
         for name, value, allowed in (
             ("scale_rule", self.scale_rule, SCALE_RULES),
-            ("method", self.method, ("rtn",)),
+            ("method", self.method, METHODS),
             ("fmt", self.fmt, ("int",)),
         ):
             if value not in allowed:

@@ -188,7 +188,7 @@ def test_bits_per_weight_counts_scales_and_zero_points():
         ({"bits": 3.5}, r"bits must be an integer from 2 to 8\. Got 3\.5 instead"),
         ({"bits": 4, "group_size": 0}, "group_size must be at least 1, or row"),
         ({"bits": 4, "scale_rule": "best"}, "scale_rule must be one of .* Got 'best' instead"),
-        ({"bits": 4, "method": "gptq"}, "method must be one of rtn"),
+        ({"bits": 4, "method": "awq"}, "method must be one of rtn, gptq"),
         ({"bits": 4, "fmt": "nf4"}, "fmt must be one of int"),
     ],
 )

@@ -1,0 +1,176 @@
+"""GPTQ: round a matrix column by column and let later columns make up for the error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from qscale.errors import QscaleError
+from qscale.quantize.rtn import grid
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from qscale.quantize.setting import Setting
+
+RUNGS = 6
+"""Times that damping is raised tenfold before a Gram matrix is refused."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gptq:
+    """A quantized matrix.
+
+    Parameters
+    ----------
+    weight
+        Dequantized values, shape and dtype of the matrix.
+    damping
+        Damping used, relative to the mean of the Gram matrix's diagonal. More than was asked for
+        where that did not make the Gram matrix positive definite.
+    dead
+        Columns whose input was always zero, shape (columns,), bool. They are rounded to nearest.
+    """
+
+    weight: torch.Tensor
+    damping: float
+    dead: torch.Tensor
+
+
+def gptq(
+    weight: torch.Tensor,
+    gram: torch.Tensor,
+    setting: Setting,
+    *,
+    act_order: bool = False,
+    damping: float = 0.01,
+    block_size: int = 128,
+) -> Gptq:
+    r"""Quantize a matrix so that its outputs on calibration inputs change little.
+
+    Frantar et al. (arXiv:2210.17323, algorithm 1). With :math:`H = X X^\top + \lambda I` and
+    :math:`U` the upper Cholesky factor of its inverse, :math:`H^{-1} = U^\top U`, column
+    :math:`j` is rounded and all later columns move by
+    :math:`-(w_j - q_j) \, U_{j,>j} / U_{jj}`, which is where :math:`\lVert (W - Q) X \rVert^2` is
+    least given the columns already rounded. In the end, :math:`\operatorname{tr}((W-Q)H(W-Q)^\top)`
+    is the sum of :math:`(w_j - q_j)^2 / U_{jj}^2` over rows and columns, with :math:`w_j` as it was
+    when rounded.
+
+    Parameters
+    ----------
+    weight
+        Matrix of shape (rows, columns); groups run along the rows. Not modified.
+    gram
+        :math:`X X^\top` of the matrix's inputs, summed over positions, shape (columns, columns);
+        any multiple of it gives the same result.
+    setting
+        Bits, group size and scale rule. Its method is not looked at.
+    act_order
+        Go through the columns by decreasing norm of their input rather than in their order. Grids
+        are then those of the original groups of the original weights, so that groups stay
+        consecutive columns; else a group's grid is chosen when its first column comes up, from its
+        weights as they are by then.
+    damping
+        Added to the diagonal, relative to its mean. Raised tenfold up to `RUNGS` times, from 1e-6
+        if it is less, while the Gram matrix is not positive definite.
+    block_size
+        Columns after which the error goes on to the columns behind; changes speed only.
+
+    Raises
+    ------
+    QscaleError
+        If the Gram matrix or the weights are not finite, shapes do not fit, an option is
+        impossible, or the Gram matrix is not positive semidefinite.
+
+    Notes
+    -----
+    The factor is computed in float64 and the columns in float32, or float64 if the weights are.
+    The reference implementation sets dead columns to zero; rounding them costs nothing on the
+    calibration inputs either, and keeps what they do on others.
+    """
+    _check(weight, gram, damping, block_size)
+    columns = weight.shape[1]
+    size = setting.group_size or columns
+    gram = gram.to(weight.device, torch.float64)
+    dead = gram.diagonal() <= 0
+    if act_order:
+        order = gram.diagonal().argsort(descending=True, stable=True)
+        gram = gram[order][:, order]
+    else:
+        order = torch.arange(columns, device=weight.device)
+    factor, used = _factor(gram, damping)
+    work = torch.promote_types(weight.dtype, torch.float32)
+    factor = factor.to(work)
+    # Transposed, so that a column lies in one piece of memory.
+    original = weight.detach().to(work).T.contiguous()
+    left = original[order] if act_order else original.clone()
+    grids = {}
+    if act_order:
+        grids = {g: grid(original[g : g + size], setting, 0) for g in range(0, columns, size)}
+    starts = (order // size * size).tolist()
+    for start, stop in _spans(columns, columns if act_order else size, block_size):
+        if not act_order and starts[start] == start:
+            grids = {start: grid(left[start : start + size], setting, 0)}
+        block, errors = left[start:stop], torch.empty_like(left[start:stop])
+        inner = factor[start:stop, start:stop]
+        for j in range(stop - start):
+            rounded = grids[starts[start + j]].round(block[j : j + 1])
+            errors[j] = (block[j] - rounded[0]) / inner[j, j]
+            block[j + 1 :].addr_(inner[j, j + 1 :], errors[j], alpha=-1)
+            block[j] = rounded[0]
+        left[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
+    if act_order:
+        left = left[order.argsort()]
+    return Gptq(left.T.contiguous().to(weight.dtype), used, dead)
+
+
+def _spans(columns: int, size: int, block_size: int) -> Iterator[tuple[int, int]]:
+    """Cut columns into pieces of at most ``block_size`` that lie within a group each."""
+    for group in range(0, columns, size):
+        stop = min(group + size, columns)
+        for start in range(group, stop, block_size):
+            yield start, min(start + block_size, stop)
+
+
+def _factor(gram: torch.Tensor, damping: float) -> tuple[torch.Tensor, float]:
+    """Return the upper Cholesky factor of the damped Gram matrix's inverse, and the damping.
+
+    With the order of columns reversed, the Gram matrix's own factor ``R R^T`` has ``R`` upper
+    triangular; its inverse is the factor wanted, and no inverse is itself factorised.
+    """
+    gram = gram.clone()
+    dead = gram.diagonal() <= 0
+    gram[dead] = 0
+    gram[:, dead] = 0
+    mean = float(gram.diagonal().mean()) or 1.0
+    gram.diagonal()[dead] = mean
+    for used in (damping, *(max(damping, 1e-6) * 10.0**rung for rung in range(1, RUNGS + 1))):
+        damped = gram.flip(0, 1)
+        damped.diagonal().add_(used * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+            root = lower.flip(0, 1).contiguous()
+            return torch.linalg.solve_triangular(root, identity, upper=True), used
+    raise QscaleError(
+        f"gram must be positive semidefinite. Damping up to {used:g} times its mean diagonal "
+        "did not make it positive definite; recompute it."
+    )
+
+
+def _check(weight: torch.Tensor, gram: torch.Tensor, damping: float, block_size: int) -> None:
+    """Refuse what would give NaN or garbage."""
+    if weight.ndim != 2 or gram.shape != (weight.shape[1], weight.shape[1]):
+        raise QscaleError(
+            "weight must have shape (rows, columns) and gram (columns, columns). "
+            f"Got {tuple(weight.shape)} and {tuple(gram.shape)} instead."
+        )
+    for name, values in (("weight", weight), ("gram", gram)):
+        if not torch.isfinite(values).all():
+            raise QscaleError(f"{name} must be finite. Got NaN or infinite values instead.")
+    if not 0 <= damping < float("inf"):
+        raise QscaleError(f"damping must be at least 0. Got {damping} instead.")
+    if block_size < 1:
+        raise QscaleError(f"block_size must be at least 1. Got {block_size} instead.")
