@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from qscale.errors import CheckpointError, TextError
-from qscale.model import _swap_conv1d, quantizable
+from qscale.model import _swap_conv1d, load, quantizable
 from qscale.quantize.calibrate import gptq_model, require_disjoint
 from qscale.quantize.gptq import gptq
-from qscale.quantize.setting import GPTQ, MINMAX, Setting
+from qscale.quantize.setting import ABSMAX_FULL, GPTQ, MINMAX, Setting
 from tests.checkpoints import build_family, build_model
 
 SETTING = Setting(3, 8, MINMAX, method=GPTQ)
@@ -101,3 +103,18 @@ def test_calibration_text_must_not_be_evaluated_on():
         calibration = np.concatenate([early, text[start : start + 100][None]])
         with pytest.raises(TextError, match="1 of 21 calibration windows"):
             require_disjoint(calibration, text[1990:][None])
+
+
+def test_first_block_is_quantized_as_by_llm_compressor():
+    """Its default: columns by decreasing input norm, grids of the original groups."""
+    root = Path(__file__).parents[2]
+    model = load(root / "examples/checkpoints/tiny-wsd-decayed").model
+    stored = np.load(root / "tests/fixtures/gptq_llmcompressor.npz")
+    ids = torch.from_numpy(stored["ids"].astype(np.int64))
+    weights = quantizable(model)
+    for bits, rule in ((4, ABSMAX_FULL), (3, MINMAX)):
+        found = gptq_model(model, weights, ids, Setting(bits, 32, rule), act_order=True).weights
+        for name in ("self_attn.q_proj", "mlp.up_proj"):
+            expected = torch.from_numpy(stored[f"{name}-{bits}"])
+            own = found[f"model.layers.0.{name}.weight"][: len(expected)]
+            assert ((own - expected).abs() < 1e-6).double().mean() > 0.99
