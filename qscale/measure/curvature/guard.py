@@ -75,7 +75,7 @@ def differentiable(
     ------
     CheckpointError
         If there is no name or an unknown one, two names are one tied parameter, a parameter is in
-        reduced precision, or an operation of the model has no derivative; the message then names
+        reduced precision, memory runs out, or an operation of the model has no derivative; the message then names
         the innermost module without one.
     """
     parameters = _named_parameters(model, names)
@@ -88,7 +88,12 @@ def differentiable(
             parameter.requires_grad_(True)
         with torch.enable_grad():
             yield parameters
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
+        if _lacks_memory(error):
+            raise CheckpointError(
+                f"Out of memory while differentiating {type(model).__name__}. Lower the context or "
+                "batch_windows; for the Hessian, method='forward' takes no more than a gradient."
+            ) from error
         twice = isinstance(error, _NoSecondDerivativeError)
         if not (twice or _lacks_derivative(error)):
             raise
@@ -125,7 +130,14 @@ def _named_parameters(
     return {name: known[name] for name in names}
 
 
-def _lacks_derivative(error: RuntimeError) -> bool:
+def _lacks_memory(error: RuntimeError | MemoryError) -> bool:
+    """Tell a lack of memory, of which torch's CPU allocator speaks in a plain RuntimeError."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return re.search("can't allocate memory|not enough memory", str(error)) is not None
+
+
+def _lacks_derivative(error: Exception) -> bool:
     """Tell a missing first derivative from other run-time errors, such as a lack of memory."""
     missing = re.search("derivative for .* is not implemented", str(error))
     return missing is not None or isinstance(error, NotImplementedError)

@@ -229,10 +229,20 @@ class TestGuards:
 
     def test_other_errors_pass(self, llama: Tiny) -> None:
         with (
-            pytest.raises(RuntimeError, match="out of memory"),
+            pytest.raises(RuntimeError, match="out of ideas"),
             differentiable(llama.model, llama.names),
         ):
-            raise RuntimeError("out of memory")
+            raise RuntimeError("out of ideas")
+
+    @pytest.mark.parametrize("estimator", [ggn_trace, hessian_trace])
+    def test_out_of_memory(self, llama: Tiny, estimator) -> None:
+        class Huge(torch.nn.Module):
+            def forward(self, x):
+                return x * torch.empty(1 << 60)
+
+        llama.model.model.layers[1].mlp.act_fn = Huge()
+        with pytest.raises(CheckpointError, match="Out of memory .* Lower the context"):
+            estimator(llama.model, llama.windows, llama.names)
 
     @pytest.mark.parametrize(
         ("names", "message"),

@@ -7,15 +7,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from torch.nn.functional import cross_entropy
 
 from qscale.measure.curvature import (
     TraceEstimate,
+    ggn_trace,
     hessian_trace,
     hessian_vector_product,
+    products,
 )
 from qscale.measure.curvature.hessian import _probes_to_add
+from qscale.measure.curvature.loss import rademacher
+from tests.checkpoints import babble, build_model, train
 from tests.dense import (
     LAYER_NORM,
     assert_close,
@@ -145,3 +150,123 @@ class TestHessian:
         assert more(relative / 1.2) == int(np.ceil(4 * 1.2**2)) - 4
         assert more(relative / 10) == 4  # at most double
         assert more(relative / 10, max_probes=6) == 2
+
+
+def small_llama(**changes) -> tuple[torch.nn.Module, torch.Tensor, list[str]]:
+    """A trained float32 model, large enough that displacements are small beside its weights."""
+    model = build_model("llama", hidden_size=32, intermediate_size=48, **changes)
+    train(model, steps=60)
+    windows = torch.tensor(list(babble(60, seed=5).encode()[:128])).view(4, 32)
+    return model, windows, [name for name, _ in model.named_parameters()]
+
+
+class TestDifferences:
+    @pytest.mark.parametrize(("method", "rtol"), [("central", 2e-3), ("forward", 2e-2)])
+    def test_product_is_close_to_the_exact_one(self, method: str, rtol: float) -> None:
+        model, windows, _ = small_llama()
+        draw = torch.Generator().manual_seed(0)
+        signs = {n: rademacher(p, draw) for n, p in model.named_parameters()}  # not normalised
+        exact = flatten(hessian_vector_product(model, windows, signs))
+        got = flatten(hessian_vector_product(model, windows, signs, method=method))
+        assert_close(got, exact, rtol=rtol)
+        form = flatten(signs)
+        assert form @ got == pytest.approx(form @ exact, rel=rtol / 2)
+
+    @pytest.mark.parametrize("method", ["central", "forward"])
+    def test_weights_come_back_bit_for_bit_also_after_an_error(self, method: str) -> None:
+        model, windows, names = small_llama()
+        weights = copy.deepcopy(model.state_dict())
+
+        def unchanged() -> bool:
+            return all(torch.equal(weights[n], w) for n, w in model.state_dict().items())
+
+        hessian_trace(model, windows, names, method=method, max_probes=2)
+        assert unchanged()
+        calls = iter(range(100))
+
+        def fail_when_displaced(module, args, output) -> None:
+            if not torch.equal(model.lm_head.weight, weights["lm_head.weight"]):
+                next(calls)
+                raise KeyboardInterrupt
+
+        model.model.norm.register_forward_hook(fail_when_displaced)
+        with pytest.raises(KeyboardInterrupt):
+            hessian_vector_product(
+                model, windows, {n: torch.ones_like(w) for n, w in weights.items()}, method=method
+            )
+        assert next(calls) == 1
+        assert unchanged()
+
+    def test_same_signs_give_the_same_trace(self) -> None:
+        model, windows, names = small_llama()
+        exact, central, forward = (
+            hessian_trace(model, windows, names, method=method, min_probes=3, max_probes=3)
+            for method in ("exact", "central", "forward")
+        )
+        assert central.total == pytest.approx(exact.total, rel=1e-3)
+        assert forward.total == pytest.approx(exact.total, rel=1e-2)
+        assert (exact.backward_passes, central.backward_passes, forward.backward_passes) == (
+            4,
+            6,
+            4,
+        )
+
+    def test_fused_attention_needs_no_guard(self, monkeypatch) -> None:
+        model, windows, names = small_llama(attn_implementation="sdpa")
+
+        def forbidden(*_args):
+            raise AssertionError("attention was changed")
+
+        monkeypatch.setattr(products, "double_backward_attention", forbidden)
+        assert hessian_trace(model, windows, names, method="forward", max_probes=2).total > 0
+        with pytest.raises(AssertionError, match="attention was changed"):
+            hessian_trace(model, windows, names, max_probes=2)
+
+    def test_zero_vector(self, llama: Tiny) -> None:
+        zero = {n: torch.zeros_like(p) for n, p in llama.model.named_parameters()}
+        product = hessian_vector_product(llama.model, llama.windows, zero, method="central")
+        assert not flatten(product).any()
+
+
+class TestStandardError:
+    @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+    def test_unbiased_and_calibrated_over_200_seeds(self, architecture: str, build) -> None:
+        """Estimates that stop by themselves, against the dense trace."""
+        tiny = build(architecture)
+        tiny.model.set_attn_implementation("eager")
+        truth = np.trace(dense_hessian(tiny.model, tiny.windows))
+        found = [
+            hessian_trace(tiny.model, tiny.windows, tiny.names, rtol=0.15, seed=seed)
+            for seed in range(200)
+        ]
+        totals = np.array([e.total for e in found])
+        assert abs(totals.mean() - truth) <= 4 * totals.std() / np.sqrt(200)
+        covered = [
+            abs(e.total - truth) <= scipy.stats.t(e.degrees_of_freedom).ppf(0.95) * e.se
+            for e in found
+        ]
+        assert 0.85 <= np.mean(covered) <= 0.95
+
+    def test_compares_samples_within_microbatches_only(self) -> None:
+        draw = np.random.default_rng(0)
+        offsets = np.array([0.0, 100.0, -50.0])
+        noise = np.array([1.0, 3.0, 2.0])
+        values = offsets + noise * draw.normal(size=(2000, 3))
+        estimate = TraceEstimate(("a",), values.reshape(-1, 1), 1, 2, microbatches=3)
+        assert estimate.total == pytest.approx(50 / 3, abs=0.1)
+        assert estimate.se == pytest.approx(np.sqrt(14 / 2000) / 3, rel=0.05)
+        assert estimate.num_probes == 2000
+        assert estimate.degrees_of_freedom == 3 * 1999
+
+    def test_head_block_is_exact_and_alone_needs_no_product(self, build) -> None:
+        tiny = build("neox")
+        name = "embed_out.weight"
+        block = block_slices(tiny)[tiny.names.index(name)]
+        tiny.model.set_attn_implementation("eager")
+        exact = np.trace(dense_hessian(tiny.model, tiny.windows)[block, block])
+        among = hessian_trace(tiny.model, tiny.windows, tiny.names, max_probes=2)
+        alone = hessian_trace(tiny.model, tiny.windows, [name])
+        assert among.per_matrix[name] == pytest.approx(exact, rel=1e-6)
+        assert alone.total == pytest.approx(exact, rel=1e-6)
+        assert alone.se <= 1e-12
+        assert ggn_trace(tiny.model, tiny.windows, [name]).total == pytest.approx(exact, rel=1e-6)
