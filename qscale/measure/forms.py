@@ -15,10 +15,12 @@ from qscale.measure.curvature.head import check_head, own_parameters, scored_hid
 from qscale.measure.curvature.loss import (
     differentiate,
     inner_products,
+    microbatch_count,
     microbatches,
     scored_tokens,
     stream,
 )
+from qscale.measure.curvature.parallel import add_up_array, processes, share
 from qscale.measure.loss import mean_and_se
 
 if TYPE_CHECKING:
@@ -194,31 +196,35 @@ def quadratic_forms(
     if num_probes < 2:
         raise ValueError(f"num_probes must be at least 2. Got {num_probes} instead.")
     tokens = scored_tokens(windows)
-    products, squared_norms, counts = [], [], []
+    parts = microbatch_count(windows, batch_windows)
+    products = np.zeros((len(errors), num_probes, parts, len(names)))
+    squared_norms = np.zeros((num_probes, parts, len(names)))
+    squared_errors = np.zeros((len(errors), len(names)))
     with differentiable(model, names) as parameters:
         head = check_head(model, windows)
-        for start, ids in microbatches(windows, batch_windows, model.device):
+        for start, ids in share(microbatches(windows, batch_windows, model.device)):
+            part = start // batch_windows
             streams = [stream(model.device, seed, probe, start) for probe in range(num_probes)]
             gradients = [torch.empty(num_probes, *p.shape).to(p) for p in parameters.values()]
-            for probe, parts in enumerate(_gradients(model, ids, parameters, head, streams)):
-                for rows, part in zip(gradients, parts, strict=True):
-                    rows[probe] = part
+            for probe, found in enumerate(_gradients(model, ids, parameters, head, streams)):
+                for rows, gradient in zip(gradients, found, strict=True):
+                    rows[probe] = gradient
+                squared_norms[probe, part] = inner_products(found, found)
                 if on_probe:
-                    on_probe(len(ids) / len(windows))
-            squared_norms.append([inner_products([*rows], [*rows]) for rows in gradients])
-            found = [_along(parameters, gradients, error) for error in errors.values()]
-            products.append([one for one, _ in found])
-            squared_errors = np.array([squares for _, squares in found])
-            counts.append(len(ids) * tokens // len(windows))
+                    on_probe(processes() * len(ids) / len(windows))
+            for setting, error in enumerate(errors.values()):
+                products[setting, :, part], squares = _along(parameters, gradients, error)
+                if part == 0:  # in one process only
+                    squared_errors[setting] = squares
+    counts = [len(ids) for _, ids in microbatches(windows, batch_windows, torch.device("cpu"))]
     forms = QuadraticForms(
         tuple(errors),
         tuple(names),
-        # From (microbatches, [settings,] names, probes).
-        np.array(products).transpose(1, 3, 0, 2),
-        np.array(squared_norms).transpose(2, 0, 1),
-        squared_errors,
+        add_up_array(products, model.device),
+        add_up_array(squared_norms, model.device),
+        add_up_array(squared_errors, model.device),
         np.array([p.numel() for p in parameters.values()]),
-        np.array(counts),
+        np.array(counts) * (tokens // len(windows)),
     )
     if not (np.isfinite(forms.products).all() and np.isfinite(forms.squared_norms).all()):
         raise CheckpointError(
@@ -254,8 +260,8 @@ def _gradients(
 
 def _along(
     parameters: Mapping[str, torch.nn.Parameter], gradients: Sequence[torch.Tensor], error: Errors
-) -> tuple[list[NDArray[np.float64]], list[float]]:
-    """Return the products of gradients and errors, and the squared norms of the errors."""
+) -> tuple[NDArray[np.float64], list[float]]:
+    """Return products with the errors, ``(probes, names)``, and the errors' squared norms."""
     products, squares = [], []
     for (name, parameter), rows in zip(parameters.items(), gradients, strict=True):
         one = error(name).detach().to(rows)
@@ -268,4 +274,4 @@ def _along(
         dots = torch.einsum("p...i,...i->p...", rows, one).view(len(rows), -1)
         products.append(dots.sum(1, dtype=torch.float64).cpu().numpy())
         squares.append(inner_products([one], [one])[0])
-    return products, squares
+    return np.array(products).T, squares

@@ -20,6 +20,7 @@ from qscale.measure.curvature.loss import (
     microbatches,
     scored_tokens,
 )
+from qscale.measure.curvature.parallel import add_up_array, processes, share
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -144,7 +145,7 @@ def gauss_newton_along(
     with double_backward_attention(model), differentiable(model, list(errors)) as parameters:
         _check_shapes(parameters, errors)
         head = check_head(model, windows)
-        for start, ids in microbatches(windows, batch_windows, model.device):
+        for start, ids in share(microbatches(windows, batch_windows, model.device)):
             with torch.no_grad(), _forward_mode():
                 hidden, tangent = _hidden_tangent(model, ids, parameters, errors)
                 slope, variance = _logit_terms(
@@ -158,7 +159,7 @@ def gauss_newton_along(
             first[part] = slope.view(len(ids), -1).mean(1).cpu().numpy()
             second[part] = variance.view(len(ids), -1).mean(1).cpu().numpy() / 2
             if on_windows:
-                on_windows(len(ids) / len(windows))
+                on_windows(processes() * len(ids) / len(windows))
     return Expansion(_finite(model, first), _finite(model, second))
 
 
@@ -230,12 +231,12 @@ def second_order_along(
     with double_backward_attention(model), differentiable(model, list(errors)) as parameters:
         at = list(parameters.values())
         vector = [errors[name].to(p) for name, p in parameters.items()]
-        for start, ids in microbatches(windows, 1, model.device):
+        for start, ids in share(microbatches(windows, 1, model.device)):
             gradient = loss_gradient(model, ids, parameters, tokens=tokens, create_graph=True)
             product = torch.autograd.grad(gradient, at, vector)
             values[start] = inner_products(vector, product).sum() / 2
             if on_windows:
-                on_windows(1 / len(windows))
+                on_windows(processes() / len(windows))
     return Expansion(found.first_order, found.gauss_newton, _finite(model, values))
 
 
@@ -326,7 +327,8 @@ def _check_shapes(
 
 
 def _finite(model: PreTrainedModel, values: NDArray[np.float64]) -> PerWindow:
-    """Wrap values, unless one is not finite."""
+    """Collect the windows' values from all processes, unless one is not finite."""
+    values = add_up_array(values, model.device)
     if not np.isfinite(values).all():
         raise CheckpointError(
             f"{type(model).__name__}: the expansion of the loss in window "

@@ -14,6 +14,7 @@ from qscale.measure.curvature.ggn import pulled_back
 from qscale.measure.curvature.guard import differentiable
 from qscale.measure.curvature.head import check_head, last_hidden
 from qscale.measure.curvature.loss import microbatches, scored_tokens, stream
+from qscale.measure.curvature.parallel import add_up, add_up_array, processes, share
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -132,7 +133,7 @@ def kronecker_factors(
             rows, columns = layer.weight.shape
             inputs[name] = layer.weight.new_zeros(columns, columns)
             outputs[name] = layer.weight.new_zeros(num_probes, rows, rows)
-        for start, ids in microbatches(windows, batch_windows, model.device):
+        for start, ids in share(microbatches(windows, batch_windows, model.device)):
             with _recorded(layers) as calls:
                 # The last token of a window predicts nothing that is scored.
                 hidden = last_hidden(model, ids[:, :-1]).flatten(0, 1)
@@ -146,10 +147,12 @@ def kronecker_factors(
                 for (name, _, _), delta in zip(calls, deltas, strict=True):
                     outputs[name][probe].addmm_(delta.T, delta, alpha=1 / tokens)
                 if on_probe:
-                    on_probe(len(ids) / len(windows))
-    if not any(counts.values()):
+                    on_probe(processes() * len(ids) / len(windows))
+    add_up([*inputs.values(), *outputs.values()])
+    counted = add_up_array(np.array(list(counts.values())), model.device)
+    if not counted.any():
         raise CheckpointError(f"{type(model).__name__}: its body calls none of {list(names)}.")
-    for name, count in counts.items():
+    for name, count in zip(counts, counted.tolist(), strict=True):
         inputs[name] /= max(count, 1)
     if not all(torch.isfinite(m).all() for m in [*inputs.values(), *outputs.values()]):
         raise CheckpointError(
