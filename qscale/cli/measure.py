@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from qscale.cli.console import console, number, table
+from qscale.cli.console import Seed, console, number, table
 from qscale.cli.settings import quantizer_settings
 
 if TYPE_CHECKING:
@@ -18,15 +19,20 @@ if TYPE_CHECKING:
 
 
 def measure(
-    checkpoint: Path,
+    checkpoint: str,
     /,
     *,
     text: Path,
     output: Annotated[Path, Parameter(name=["--output", "--out", "-o"])],
+    features: str = "curvature,weights",
+    method: str = "rtn",
+    calibration: Path | None = None,
+    calibration_samples: int = 64,
     bits: str = "2,3,4,5,6,8",
     group_size: str = "32,64,128,row",
     asymmetric: bool = False,
     scale_rule: Literal["restricted", "full"] = "restricted",
+    revision: str | None = None,
     context: int | None = None,
     stride: int | None = None,
     bos: Literal["none", "once", "each_window"] = "none",
@@ -36,7 +42,7 @@ def measure(
     hessian_rtol: float = 0.1,
     max_hessian_probes: int = 100,
     batch_windows: int = 8,
-    seed: int = 0,
+    seed: Seed = 0,
     device: str = "cpu",
     force: bool = False,
     family: str | None = None,
@@ -58,11 +64,20 @@ def measure(
     Parameters
     ----------
     checkpoint
-        Hugging Face folder with safetensors weights and a tokenizer.
+        Hugging Face folder with safetensors weights and a tokenizer, .gguf file, or hub id such as
+        org/name@revision.
     text
         UTF-8 text file. Some windows of it serve for curvature, the others for the loss.
     output
         Table to add to, .csv or .parquet; curvature by matrix goes to a file beside it.
+    features
+        What to measure beside the losses: all, or among curvature, weights, spectrum, sharpness,
+        second_order, landscape, hidden and head, separated by commas. A feature that a row lacks
+        is added to it.
+    method
+        rtn, gptq or both, separated by commas.
+    calibration, calibration_samples
+        UTF-8 text file that gptq calibrates on, and the number of windows to take from it.
     bits
         Bit widths from 2 to 8, separated by commas.
     group_size
@@ -71,6 +86,8 @@ def measure(
         Levels from the group's minimum to its maximum instead of around zero.
     scale_rule
         Symmetric step: restricted is absmax/(2^(b-1)-1), full is absmax/((2^b-1)/2).
+    revision
+        Revision of a hub id.
     context
         Tokens per window; by default the model's longest input, but at most 512.
     stride
@@ -106,17 +123,24 @@ def measure(
     weight_decay
         Decoupled weight decay.
     """
-    settings = quantizer_settings(bits, group_size, asymmetric=asymmetric, scale_rule=scale_rule)
+    settings = quantizer_settings(
+        bits, group_size, asymmetric=asymmetric, scale_rule=scale_rule, method=method
+    )
 
     from qscale.measure import run as running  # noqa: PLC0415 - torch loads here
     from qscale.measure.zerofit import agreement  # noqa: PLC0415
 
+    notes: list[str] = []
     with _progress() as report:
         rows = running.measure(
             checkpoint,
             text,
             output,
             settings=settings,
+            features=features,
+            revision=revision,
+            calibration=calibration,
+            calibration_samples=calibration_samples,
             context=context,
             stride=stride,
             bos=bos,
@@ -141,9 +165,13 @@ def measure(
             },
             force=force,
             on_progress=report,
+            on_note=notes.append,
         )
     _print_rows(checkpoint, rows)
-    console.print(str(agreement(rows)), markup=False)
+    if "curvature" in rows["features"].iloc[0]:
+        console.print(str(agreement(rows)), markup=False)
+    for sentence in notes:
+        console.print(f"Note: {sentence}", markup=False)
     console.print(f"Written to {output}.", markup=False)
 
 
@@ -163,33 +191,47 @@ def _progress() -> Iterator[Callable[[str, float, float | None], None]]:
         yield report
 
 
-def _print_rows(checkpoint: Path, rows: pd.DataFrame) -> None:
+def _print_rows(checkpoint: str, rows: pd.DataFrame) -> None:
     """Print the measured rows and what they share."""
     first = rows.iloc[0]
     console.print(
         f"{checkpoint}: {first['n_params']:,.0f} non-embedding parameters, "
         f"{first['n_quantized']:.0f} matrices quantized, loss {first['loss_fp']:.4f} ± "
         f"{number(first['loss_fp_se'], 2)} nats per token before.\n"
-        f"Protocol {first['protocol']}.\n"
-        f"Traces over the matrices: Hessian {first['hessian_trace']:.4g} ± "
-        f"{number(first['hessian_trace_se'], 2)}, Gauss-Newton {first['ggn_trace']:.4g} ± "
-        f"{number(first['ggn_trace_se'], 2)}.",
+        f"Protocol {first['protocol']}.",
         markup=False,
     )
-    columns = ("bits", "group", "bits/weight", "Δloss ± SE", "KL", "SQNR dB", "zero-fit Δloss")
+    if "hessian_trace" in rows:
+        console.print(
+            f"Traces over the matrices: Hessian {first['hessian_trace']:.4g} ± "
+            f"{number(first['hessian_trace_se'], 2)}, Gauss-Newton {first['ggn_trace']:.4g} ± "
+            f"{number(first['ggn_trace_se'], 2)}.",
+            markup=False,
+        )
+    columns = (
+        "method",
+        "bits",
+        "group",
+        "bits/weight",
+        "Δloss ± SE",
+        "KL",
+        "SQNR dB",
+        "zero-fit Δloss",
+    )
     lines = [
         (
+            row["method"],
             f"{row['bits']:g}",
             "row" if row.isna()["group_size"] else f"{row['group_size']:g}",
             f"{row['bits_per_weight']:.3f}",
             f"{number(row['delta_loss'])} ± {number(row['delta_loss_se'], 2)}",
             number(row["kl"]),
             number(row["sqnr_db"]),
-            number(row["quadratic_delta"]),
+            number(row.get("quadratic_delta", math.nan)),
         )
         for _, row in rows.iterrows()
     ]
-    console.print(table(f"{first['method']}, {first['scale_rule']}", columns, lines))
+    console.print(table(str(first["scale_rule"]), columns, lines))
     for _, row in rows[rows["status"] != "ok"].iterrows():
         group = "row" if row.isna()["group_size"] else f"{row['group_size']:g}"
         console.print(

@@ -6,15 +6,27 @@ from typing import Literal
 
 from qscale.cli.console import group_sizes, numbers
 from qscale.errors import QscaleError
-from qscale.quantize.setting import ABSMAX_FULL, ABSMAX_RESTRICTED, MINMAX, Setting
+from qscale.quantize.setting import (
+    ABSMAX_FULL,
+    ABSMAX_RESTRICTED,
+    METHODS,
+    MINMAX,
+    RTN,
+    Setting,
+)
 
 ScaleRule = Literal["restricted", "full"]
 
 
 def quantizer_settings(
-    bits: str, group_size: str, *, asymmetric: bool = False, scale_rule: ScaleRule = "restricted"
+    bits: str,
+    group_size: str,
+    *,
+    asymmetric: bool = False,
+    scale_rule: ScaleRule = "restricted",
+    method: str = RTN,
 ) -> list[Setting]:
-    """Cross ``3,4`` bits with ``64,row`` group sizes.
+    """Cross ``3,4`` bits with ``64,row`` group sizes and ``rtn,gptq`` methods.
 
     Raises
     ------
@@ -30,4 +42,9 @@ def quantizer_settings(
         if width not in range(2, 9):
             raise QscaleError(f"--bits must be whole numbers from 2 to 8. Got {width:g} instead.")
     sizes = group_sizes(group_size)
-    return [Setting(int(b), g, MINMAX if asymmetric else rule) for b in widths for g in sizes]
+    methods = [name.strip() for name in method.split(",")]
+    for name in methods:
+        if name not in METHODS:
+            raise QscaleError(f"--method must be among {', '.join(METHODS)}. Got {name!r} instead.")
+    rule = MINMAX if asymmetric else rule
+    return [Setting(int(b), g, rule, m) for m in methods for b in widths for g in sizes]

@@ -1,7 +1,7 @@
 """Measure a checkpoint under quantizer settings, one table row each, kept as soon as it is done.
 
-Curvature of the full-precision model comes first and goes to a side table, then the model's own
-losses, then each setting in turn. A run that was stopped picks up where it was.
+Features of the full-precision model come first and go to side tables, then the model's own losses,
+then each setting in turn. A run that was stopped picks up where it was.
 """
 
 from __future__ import annotations
@@ -11,56 +11,49 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from qscale import table
-from qscale.checkpoint import TRAINING_COLUMNS, training_metadata
 from qscale.errors import QscaleError
-from qscale.measure.curvature import ggn_trace, grad_norm, hessian_trace, quadratic_delta
-from qscale.measure.loss import Comparison, Reference, compare, mean_and_se, reference
+from qscale.measure import features as measuring
+from qscale.measure.curvature import ggn_trace, grad_norm, hessian_trace
+from qscale.measure.curvature.kronecker import kronecker_factors
+from qscale.measure.features import Found, Quantized
+from qscale.measure.loss import compare, reference
+from qscale.measure.residual import swapped
+from qscale.measure.rows import curvature_columns, outcome_columns, subject_columns, weight_columns
 from qscale.measure.store import (
     Curvature,
     append,
+    load_columns,
     load_curvature,
     read_rows,
     row_key,
+    save_columns,
     save_curvature,
+    save_side,
 )
-from qscale.measure.subject import Subject, open_subject
-from qscale.measure.weights import (
-    fake_quantized,
-    ragged,
-    sqnr_db,
-    squared_errors,
-    squared_norms,
-)
+from qscale.measure.subject import calibration_id, calibration_windows, open_subject
+from qscale.measure.weights import dequantized, squared_norms
+from qscale.provenance import Statement, Training, combine, training_metadata
+from qscale.quantize.calibrate import gptq_model
+from qscale.quantize.setting import RTN
+from qscale.text import adds_bos
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     import pandas as pd
 
+    from qscale.measure.curvature.kronecker import KroneckerFactors
+    from qscale.measure.loss import Reference
+    from qscale.measure.subject import Subject
     from qscale.quantize.setting import Setting
-    from qscale.text import Bos
+    from qscale.text import Bos, Windows
 
     Progress = Callable[[str, float, float | None], None]
 
-OUTCOMES = (
-    "loss_fp",
-    "loss_fp_se",
-    "loss_q",
-    "delta_loss",
-    "delta_loss_se",
-    "relative_delta",
-    "kl",
-    "kl_se",
-    "top1_agreement",
-)
-"""Columns that are null where a quantized model has no finite loss, but for its own."""
-
-EIGHT_BIT_LIMIT = 0.05
-"""Nats per token. Published 8-bit losses stay well below; above, something else is broken."""
+DEFAULT_FEATURES = ("curvature", "weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +94,15 @@ class Probing:
 
 
 def measure(
-    folder: str | Path,
+    checkpoint: str | Path,
     text: str | Path,
     out: str | Path,
     *,
     settings: Sequence[Setting],
+    features: Sequence[str] = DEFAULT_FEATURES,
+    revision: str | None = None,
+    calibration: str | Path | None = None,
+    calibration_samples: int = 64,
     context: int | None = None,
     stride: int | None = None,
     bos: Bos = "none",
@@ -120,20 +117,26 @@ def measure(
     metadata: Mapping[str, Any] | None = None,
     force: bool = False,
     on_progress: Progress | None = None,
+    on_note: Callable[[str], None] | None = None,
 ) -> pd.DataFrame:
     """Measure what the table does not hold yet, and return the rows that were asked for.
 
     Parameters
     ----------
-    folder
-        Hugging Face checkpoint folder.
+    checkpoint, revision
+        Hugging Face folder, ``.gguf`` file or hub id; see :func:`qscale.checkpoint.describe`.
     text
         UTF-8 text file for evaluation and curvature.
     out
-        Measurement table to append to, ``.csv`` or ``.parquet``. Curvature by matrix goes to
-        ``<out>.matrices.parquet`` beside it.
+        Measurement table to append to, ``.csv`` or ``.parquet``. Side tables lie beside it:
+        curvature by matrix in ``<out>.matrices.parquet``, and so on.
     settings
         Quantizer settings.
+    features
+        Names of features, among `qscale.measure.features.FEATURES`.
+    calibration, calibration_samples
+        UTF-8 text file that GPTQ calibrates on, which must share no text with the other, and the
+        number of windows to take, evenly spaced.
     context, stride, bos, probe_windows, max_windows
         Protocol; see :func:`qscale.measure.subject.open_subject`.
     num_probes
@@ -147,11 +150,13 @@ def measure(
     device
         Where the model runs.
     metadata
-        Training metadata by column name; takes precedence over the checkpoint's sidecar.
+        Training metadata by column name; takes precedence over what the checkpoint says.
     force
         Measure also what the table holds, and replace it.
     on_progress
         Called with the name of the stage, the work done and, where known, the work in all.
+    on_note
+        Called with sentences that a user should read.
 
     Returns
     -------
@@ -161,18 +166,22 @@ def measure(
     Raises
     ------
     QscaleError
-        If the checkpoint, the text, the table or an option cannot be used; nothing is written.
+        If the checkpoint, the text, the table or an option cannot be used. Nothing is written if
+        this is known before the work; rows measured before are kept in any case.
     """
     out = Path(out)
     report = on_progress or (lambda *_: None)
+    note = on_note or (lambda _: None)
     probing = Probing(num_probes, hessian_rtol, max_hessian_probes, seed)
+    asked = measuring.parse(features)
     if batch_windows < 1:
         raise QscaleError(f"batch_windows must be at least 1. Got {batch_windows} instead.")
     stated = training_metadata(metadata or {}, "metadata")
     done = {row_key(row): row for row in read_rows(out)}
     subject = open_subject(
-        folder,
+        checkpoint,
         text,
+        revision=revision,
         context=context,
         stride=stride,
         bos=bos,
@@ -180,34 +189,224 @@ def measure(
         max_windows=max_windows,
         device=device,
     )
-    shared = _subject_columns(subject, stated)
-    wanted = {row_key(shared | setting.columns()): setting for setting in settings}
-    missing = {key: s for key, s in wanted.items() if force or key not in done}
-    if missing:
-        curvature = _curvature(subject, out, probing, report, force=force)
+    training = combine((Statement("options", stated), *subject.checkpoint.description.statements))
+    for sentence in (*training.remarks, _origins(training), *_cautions(subject, bos)):
+        note(sentence)
+    shared = subject_columns(subject, training.values)
+    calibration_text = calibration_windows(subject, settings, calibration, calibration_samples)
+    wanted = {
+        row_key(shared | setting.columns() | _calibrated(setting, calibration_text)): setting
+        for setting in settings
+    }
+    todo = {
+        key: setting
+        for key, setting in wanted.items()
+        if force or key not in done or not set(asked) <= set(_measured(done[key]))
+    }
+    if todo:
+        job = _Job(subject, out, asked, seed, report, note, force, calibration_text)
+        own = job.of_checkpoint(probing)
         full = reference(
             subject.checkpoint.model,
             subject.evaluation,
             batch_windows=batch_windows,
             on_windows=_counter(report, "full precision", len(subject.evaluation)),
         )
-    for number, (key, setting) in enumerate(missing.items(), start=1):
-        stage = f"setting {number} of {len(missing)}"
-        with fake_quantized(subject.weights, setting):
-            outcome = compare(
-                subject.checkpoint.model,
-                full,
-                batch_windows=batch_windows,
-                on_windows=_counter(report, stage, len(full.windows)),
-            )
-        done[key] = (
-            shared
-            | setting.columns()
-            | _weight_columns(subject, setting, curvature)
-            | _outcome_columns(subject, setting, full, outcome)
-        )
-        append(out, done[key])
+    for number, (key, setting) in enumerate(todo.items(), start=1):
+        old = {} if force else done.get(key, {})
+        stage = f"setting {number} of {len(todo)}"
+        done[key] = job.of_setting(shared | old, setting, own, full, stage, batch_windows)
     return table.check(table.from_rows([done[key] for key in wanted]), str(out))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OwnFeatures:
+    """What was found of the full-precision model: curvature where asked for, and columns."""
+
+    curvature: Curvature | None
+    factors: KroneckerFactors | None
+    columns: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """One call's subject, output and options."""
+
+    subject: Subject
+    out: Path
+    asked: tuple[str, ...]
+    seed: int
+    report: Progress
+    note: Callable[[str], None]
+    force: bool
+    calibration: Windows | None
+
+    @property
+    def _key(self) -> dict[str, Any]:
+        """What side tables tell checkpoints and protocols apart by."""
+        return {
+            "checkpoint": self.subject.checkpoint.description.checkpoint,
+            "protocol": self.subject.evaluation.protocol.id,
+        }
+
+    def of_checkpoint(self, probing: Probing) -> _OwnFeatures:
+        """Measure the full-precision model, or take from the side tables what is there."""
+        curvature: Curvature | None = None
+        columns: dict[str, Any] = {}
+        if "curvature" in self.asked:
+            curvature = self._curvature(probing)
+        for name in self.asked:
+            if name not in measuring.OF_CHECKPOINT:
+                continue
+            key = self._key | {"feature": name, "seed": self.seed}
+            known = None if self.force else load_columns(self.out, key)
+            if known is None:
+                tick = _counter(self.report, name, None)
+                found = measuring.OF_CHECKPOINT[name](self.subject, self.seed, tick)
+                self._keep(found, {})
+                save_columns(self.out, found.columns, key)
+                known = found.columns
+            columns |= known
+        factors = None
+        if "second_order" in self.asked:
+            ids = torch.from_numpy(self.subject.probe.ids)
+            factors = kronecker_factors(
+                self.subject.checkpoint.model,
+                ids,
+                list(self.subject.weights),
+                num_probes=probing.num_probes,
+                seed=probing.seed,
+                on_probe=_counter(self.report, "Kronecker factors", probing.num_probes),
+            )
+        return _OwnFeatures(curvature, factors, columns)
+
+    def of_setting(
+        self,
+        row: dict[str, Any],
+        setting: Setting,
+        own: _OwnFeatures,
+        full: Reference,
+        stage: str,
+        batch_windows: int,
+    ) -> dict[str, Any]:
+        """Complete one row and write it, again after each further feature."""
+        subject, model = self.subject, self.subject.checkpoint.model
+        quantized, calibrated = self._quantize(setting, stage)
+        errors = {name: quantized[name] - w.detach() for name, w in subject.weights.items()}
+        row = (
+            row
+            | setting.columns()
+            | calibrated
+            | weight_columns(subject, setting, errors)
+            | own.columns
+        )
+        if own.curvature is not None:
+            row |= curvature_columns(subject, own.curvature, errors)
+        if row.get("loss_fp") is None:
+            with swapped(model, quantized):
+                ticks = _counter(self.report, stage, len(full.windows))
+                outcome = compare(model, full, batch_windows=batch_windows, on_windows=ticks)
+            row |= outcome_columns(subject, setting, full, outcome)
+        before = {"curvature", *measuring.OF_CHECKPOINT} & set(self.asked)
+        row = _marked(row, *before)
+        append(self.out, row)
+        lacking = [n for n in self.asked if n in measuring.OF_SETTING and n not in _measured(row)]
+        for name in lacking:
+            if row["status"] != "nonfinite":
+                tick = _counter(self.report, f"{stage}, {name}", None)
+                found = measuring.OF_SETTING[name](
+                    subject, Quantized(quantized, errors, full, own.factors), self.seed, tick
+                )
+                self._keep(found, setting.columns())
+                row |= found.columns
+            row = _marked(row, name)
+            append(self.out, row)
+        return row
+
+    def _quantize(
+        self, setting: Setting, stage: str
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return dequantized matrices and the columns that a calibration fills."""
+        if setting.method == RTN or self.calibration is None:
+            return dequantized(self.subject.weights, setting), {}
+        ticks = _counter(self.report, f"{stage}, calibrating", None)
+        found = gptq_model(
+            self.subject.checkpoint.model,
+            self.subject.weights,
+            torch.from_numpy(self.calibration.ids),
+            setting,
+            act_order=True,
+            on_block=lambda done, total: ticks(done / total),
+        )
+        columns = {
+            "calibration": calibration_id(self.calibration),
+            "calibration_samples": float(found.windows),
+            "damping": max(found.damping.values()),
+        }
+        return found.weights, columns
+
+    def _keep(self, found: Found, setting: Mapping[str, Any]) -> None:
+        """Write a feature's side tables and pass its notes on."""
+        for kind, frame in found.tables.items():
+            save_side(self.out, kind, frame, self._key | dict(setting))
+        for sentence in found.notes:
+            self.note(sentence)
+
+    def _curvature(self, probing: Probing) -> Curvature:
+        """Take curvature from the side table, or measure it and put it there."""
+        subject, shared = self.subject, self._key | asdict(probing)
+        names = list(subject.weights)
+        found = None if self.force else load_curvature(self.out, names, shared)
+        if found is None:
+            found = _measure_curvature(subject, probing, self.report)
+            norms = squared_norms(subject.weights)
+            columns: dict[str, list[Any]] = {
+                "rows": [rows for rows, _ in subject.shapes],
+                "columns": [columns for _, columns in subject.shapes],
+                "n": [subject.sizes[name] for name in names],
+                "weight_norm": [math.sqrt(norms[name]) for name in names],
+            }
+            save_curvature(self.out, found, shared, columns)
+        return found
+
+
+def _calibrated(setting: Setting, calibration: Windows | None) -> dict[str, Any]:
+    """Name the text that a setting is calibrated on, if it is."""
+    used = calibration if setting.method != RTN else None
+    return {"calibration": None if used is None else calibration_id(used)}
+
+
+def _measured(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the features that a row holds."""
+    return tuple((row.get("features") or "").split(","))
+
+
+def _marked(row: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Note in a row that it holds features."""
+    held = {*_measured(row), *names}
+    return dict(row) | {"features": ",".join(n for n in measuring.FEATURES if n in held)}
+
+
+def _origins(training: Training) -> str:
+    """Say where the training metadata come from."""
+    said = [
+        f"{name} {training.values[name]} ({origin})" for name, origin in training.origins.items()
+    ]
+    return f"Training: {', '.join(said) or 'nothing is said of it'}."
+
+
+def _cautions(subject: Subject, bos: Bos) -> list[str]:
+    """Say what of checkpoint and text makes the numbers less than they seem."""
+    opened = subject.checkpoint
+    cautions = []
+    if opened.description.gguf:
+        stored = opened.description.storage
+        cautions.append(f"Weights are dequantized from {stored}: what they lost is not counted.")
+    if bos == "none" and adds_bos(opened.tokenizer):
+        cautions.append("The tokenizer puts a BOS token first by default, the protocol puts none.")
+    if not subject.evaluation.protocol.detokenised:
+        cautions.append("The text has spaces before its commas and full stops, unlike plain text.")
+    return cautions
 
 
 def _counter(report: Progress, stage: str, total: float | None) -> Callable[[float], None]:
@@ -221,30 +420,6 @@ def _counter(report: Progress, stage: str, total: float | None) -> Callable[[flo
         report(stage, done, total)
 
     return add
-
-
-def _curvature(
-    subject: Subject, out: Path, probing: Probing, report: Progress, *, force: bool
-) -> Curvature:
-    """Take curvature from the side table, or measure it and put it there."""
-    shared = {
-        "checkpoint": subject.checkpoint.description.checkpoint,
-        "protocol": subject.evaluation.protocol.id,
-        **asdict(probing),
-    }
-    names = list(subject.weights)
-    found = None if force else load_curvature(out, names, shared)
-    if found is None:
-        found = _measure_curvature(subject, probing, report)
-        norms = squared_norms(subject.weights)
-        columns: dict[str, list[Any]] = {
-            "rows": [rows for rows, _ in subject.shapes],
-            "columns": [columns for _, columns in subject.shapes],
-            "n": [subject.sizes[name] for name in names],
-            "weight_norm": [math.sqrt(norms[name]) for name in names],
-        }
-        save_curvature(out, found, shared, columns)
-    return found
 
 
 def _measure_curvature(subject: Subject, probing: Probing, report: Progress) -> Curvature:
@@ -275,95 +450,3 @@ def _measure_curvature(subject: Subject, probing: Probing, report: Progress) -> 
         ),
         grad_norm=grad_norm(model, ids, names),
     )
-
-
-def _subject_columns(subject: Subject, stated: dict[str, float | str]) -> dict[str, Any]:
-    """Columns that all settings share and that need no computation."""
-    description = subject.checkpoint.description
-    return {
-        **dict.fromkeys(TRAINING_COLUMNS),
-        "source": "qscale measure",
-        **description.training,
-        **stated,
-        "checkpoint": description.checkpoint,
-        "protocol": subject.evaluation.protocol.id,
-        "n_params": float(description.n_params),
-        "n_params_total": float(description.n_params_total),
-        "method_kind": "ptq",
-        "n_quantized": float(len(subject.weights)),
-        "scored_tokens": float(subject.evaluation.protocol.scored_tokens),
-    }
-
-
-def _weight_columns(subject: Subject, setting: Setting, curvature: Curvature) -> dict[str, Any]:
-    """Columns that follow from the weights, the setting and the curvature."""
-    signal = sum(squared_norms(subject.weights).values())
-    errors = squared_errors(subject.weights, setting)
-    predicted, predicted_se = quadratic_delta(curvature.ggn, errors, subject.sizes)
-    noise = sum(errors.values())
-    sqnr = sqnr_db(signal, noise)
-    return {
-        "bits_per_weight": setting.bits_per_weight(subject.shapes),
-        "n_ragged": float(ragged(subject.weights, setting)),
-        "weight_norm": math.sqrt(signal),
-        "weight_rms": math.sqrt(signal / sum(subject.sizes.values())),
-        "quantization_noise": noise,
-        "sqnr_db": sqnr if math.isfinite(sqnr) else None,
-        "quadratic_delta": predicted,
-        "quadratic_delta_se": predicted_se,
-        "grad_norm": curvature.grad_norm,
-        "ggn_trace": curvature.ggn.total,
-        "ggn_trace_se": curvature.ggn.se,
-        "hessian_trace": curvature.hessian.total,
-        "hessian_trace_se": curvature.hessian.se,
-        "curvature_tokens": float(curvature.ggn.tokens),
-        "backward_passes": float(curvature.ggn.backward_passes),
-    }
-
-
-def _outcome_columns(
-    subject: Subject, setting: Setting, full: Reference, outcome: Comparison
-) -> dict[str, Any]:
-    """Losses, their differences with standard errors, and whether the row is usable."""
-    counts = full.counts
-    loss_fp, loss_fp_se = mean_and_se(full.nll, counts)
-    columns: dict[str, Any] = dict.fromkeys(OUTCOMES) | {
-        "loss_fp": loss_fp,
-        "loss_fp_se": _known(loss_fp_se),
-    }
-    bad = np.flatnonzero(~np.isfinite(outcome.nll))
-    if len(bad):
-        reason = f"the loss of evaluation window {bad[0]} is {outcome.nll[bad[0]]}"
-        return columns | {"status": "nonfinite", "status_reason": reason}
-    loss_q, _ = mean_and_se(outcome.nll, counts)
-    delta, delta_se = mean_and_se(outcome.nll - full.nll, counts)
-    kl, kl_se = mean_and_se(outcome.kl, counts)
-    uniform = math.log(subject.checkpoint.model.get_output_embeddings().weight.shape[0])
-    status, reason = _status(setting, loss_q, delta, delta_se, uniform)
-    return columns | {
-        "loss_q": loss_q,
-        "delta_loss": delta,
-        "delta_loss_se": _known(delta_se),
-        "relative_delta": delta / loss_fp,
-        "kl": kl,
-        "kl_se": _known(kl_se),
-        "top1_agreement": mean_and_se(outcome.agreements, counts)[0],
-        "status": status,
-        "status_reason": reason or None,
-    }
-
-
-def _status(
-    setting: Setting, loss_q: float, delta: float, delta_se: float, uniform: float
-) -> tuple[str, str]:
-    """Judge a finite outcome: status and, unless it is ok, the reason."""
-    if loss_q >= uniform:
-        return "collapsed", f"loss_q is {loss_q:.4g}, a uniform guess has {uniform:.4g}"
-    if setting.bits == 8 and delta > max(EIGHT_BIT_LIMIT, 3 * delta_se):
-        return "degraded", f"8 bits raise the loss by {delta:.3g}; is the checkpoint intact?"
-    return "ok", ""
-
-
-def _known(value: float) -> float | None:
-    """Turn the NaN of an error that one window cannot have into a null."""
-    return None if math.isnan(value) else value

@@ -27,6 +27,7 @@ KEY = (
     "group_size",
     "symmetric",
     "scale_rule",
+    "calibration",
 )
 """Columns that tell one measured row from another."""
 
@@ -51,8 +52,9 @@ class Curvature:
 
 
 def row_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what identifies a row, nulls as None."""
-    return tuple(None if pd.isna(row[name]) else row[name] for name in KEY)
+    """Return what identifies a row, nulls as None; a column that a table lacks is null."""
+    values = [row.get(name) for name in KEY]
+    return tuple(None if pd.isna(value) else value for value in values)
 
 
 def read_rows(out: Path) -> list[dict[str, Any]]:
@@ -69,7 +71,7 @@ def read_rows(out: Path) -> list[dict[str, Any]]:
     if not out.exists():
         return []
     frame = table.read(out)
-    missing = [name for name in KEY if name not in frame.columns]
+    missing = [name for name in KEY[:-1] if name not in frame.columns]
     if missing:
         raise TableError(
             f"{out}: exists and is not a table of qscale measure (no column {missing[0]!r}). "
@@ -90,9 +92,33 @@ def append(out: Path, row: Mapping[str, Any]) -> None:
         table.write(table.check(table.from_rows([*kept, row]), str(out)), out)
 
 
-def matrices_path(out: Path) -> Path:
-    """Return where the per-matrix table lies: ``rows.csv.gz`` has ``rows.matrices.parquet``."""
-    return out.with_name(f"{_SUFFIX.sub('', out.name)}.matrices.parquet")
+def side_path(out: Path, kind: str) -> Path:
+    """Return where a side table lies: ``rows.csv.gz`` has ``rows.matrices.parquet``."""
+    return out.with_name(f"{_SUFFIX.sub('', out.name)}.{kind}.parquet")
+
+
+def save_side(out: Path, kind: str, frame: pd.DataFrame, key: Mapping[str, Any]) -> None:
+    """Put rows into a side table, in place of those that have the same key.
+
+    Parameters
+    ----------
+    out
+        The measurement table.
+    kind
+        Name of the side table, such as ``blocks``.
+    frame
+        The rows, without the columns of the key.
+    key
+        What the rows are about: columns that are equal for all of them.
+    """
+    path = side_path(out, kind)
+    frame = frame.assign(**key)
+    with _lock(out):
+        if path.exists():
+            old = _read_side(path)
+            same = _matches(old, key) if set(key) <= set(old) else old.index != old.index
+            frame = pd.concat([old[~same], frame], ignore_index=True) if len(old) else frame
+        table.write(frame, path)
 
 
 def save_curvature(
@@ -131,21 +157,18 @@ def save_curvature(
             **shared,
         }
     )
-    path = matrices_path(out)
-    with _lock(out):
-        if path.exists():
-            old = _read_matrices(path)
-            old = old[~_matches(old, {k: shared[k] for k in ("checkpoint", "protocol")})]
-            frame = pd.concat([old, frame]) if len(old) else frame
-        table.write(frame, path)
+    key = {k: shared[k] for k in ("checkpoint", "protocol")}
+    save_side(out, "matrices", frame.drop(columns=list(key)), key)
 
 
 def load_curvature(out: Path, names: Sequence[str], shared: Mapping[str, Any]) -> Curvature | None:
     """Read back what :func:`save_curvature` wrote; None unless all of it matches ``shared``."""
-    path = matrices_path(out)
+    path = side_path(out, "matrices")
     if not path.exists():
         return None
-    frame = _read_matrices(path)
+    frame = _read_side(path)
+    if not {"matrix", "ggn_probes", "hessian_probes", "microbatches"} <= set(frame):
+        raise TableError(f"{path}: exists and is not a per-matrix table of qscale measure.")
     found = frame[_matches(frame, shared)] if set(shared) <= set(frame.columns) else frame[:0]
     if found["matrix"].tolist() != list(names):
         return None
@@ -163,16 +186,31 @@ def load_curvature(out: Path, names: Sequence[str], shared: Mapping[str, Any]) -
     return Curvature(ggn, hessian, float(first["grad_norm"]))
 
 
-def _read_matrices(path: Path) -> pd.DataFrame:
-    """Read a per-matrix table."""
+def save_columns(out: Path, columns: Mapping[str, float | None], key: Mapping[str, Any]) -> None:
+    """Keep what a feature found of a checkpoint, to complete further rows with."""
+    frame = pd.DataFrame({"column": list(columns), "value": list(columns.values())})
+    save_side(out, "checkpoints", frame.astype({"value": float}), key)
+
+
+def load_columns(out: Path, key: Mapping[str, Any]) -> dict[str, float | None] | None:
+    """Read back what :func:`save_columns` wrote; None if it is not there."""
+    path = side_path(out, "checkpoints")
+    if not path.exists():
+        return None
+    frame = _read_side(path)
+    found = frame[_matches(frame, key)]
+    values = found["value"].astype(object).where(found["value"].notna(), None)
+    return dict(zip(found["column"], values, strict=True)) if len(found) else None
+
+
+def _read_side(path: Path) -> pd.DataFrame:
+    """Read a side table."""
     try:
         frame = pd.read_parquet(path)
     except (ValueError, OSError) as error:
-        raise TableError(
-            f"{path}: cannot be read. Remove it to measure curvature again."
-        ) from error
-    if not {"checkpoint", "protocol", "matrix", "ggn_probes", "hessian_probes", "microbatches"} <= set(frame):
-        raise TableError(f"{path}: exists and is not a per-matrix table of qscale measure.")
+        raise TableError(f"{path}: cannot be read. Remove it to measure again.") from error
+    if not {"checkpoint", "protocol"} <= set(frame):
+        raise TableError(f"{path}: exists and is not a side table of qscale measure.")
     return frame
 
 
@@ -180,7 +218,10 @@ def _matches(frame: pd.DataFrame, values: Mapping[str, Any]) -> pd.Series:
     """Tell which rows hold all the values."""
     return pd.Series(
         np.logical_and.reduce(
-            [(frame[name] == value).to_numpy() for name, value in values.items()]
+            [
+                (frame[name].isna() if value is None else frame[name] == value).to_numpy()
+                for name, value in values.items()
+            ]
         ),
         index=frame.index,
     )

@@ -7,12 +7,17 @@ from typing import TYPE_CHECKING
 
 from qscale.errors import TextError
 from qscale.model import Checkpoint, load, quantizable
-from qscale.text import Bos, Windows, split, windows
+from qscale.quantize.calibrate import require_disjoint
+from qscale.quantize.setting import RTN
+from qscale.text import Bos, Windows, split, spread, windows
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     import torch
+
+    from qscale.quantize.setting import Setting
 
 DEFAULT_CONTEXT = 512
 
@@ -99,3 +104,51 @@ def open_subject(
     )
     probe, evaluation = split(found, probe_windows, max_windows=max_windows)
     return Subject(opened, quantizable(opened.model), probe, evaluation)
+
+
+def calibration_windows(
+    subject: Subject, settings: Sequence[Setting], text: str | Path | None, samples: int
+) -> Windows | None:
+    """Cut the text that methods calibrate on; None if no setting needs one.
+
+    Parameters
+    ----------
+    subject
+        The checkpoint and its windows; calibration windows are as long.
+    settings
+        Quantizer settings.
+    text
+        UTF-8 text file.
+    samples
+        Windows to take, evenly spaced over the text.
+
+    Raises
+    ------
+    TextError
+        If a setting needs a text and there is none, or it shares text with the other windows.
+    """
+    methods = sorted({setting.method for setting in settings} - {RTN})
+    if not methods:
+        return None
+    if text is None:
+        raise TextError(f"method {methods[0]} needs a text to calibrate on; give one.")
+    if samples < 1:
+        raise TextError(f"calibration_samples must be at least 1. Got {samples} instead.")
+    protocol = subject.evaluation.protocol
+    found = windows(
+        text,
+        subject.checkpoint.tokenizer,
+        context=protocol.context,
+        vocab_size=subject.checkpoint.model.get_input_embeddings().weight.shape[0],
+        bos=protocol.bos,
+    )
+    found = found.take(spread(len(found), samples), 0)
+    for others in (subject.probe, subject.evaluation):
+        require_disjoint(found.ids, others.ids)
+    return found
+
+
+def calibration_id(found: Windows) -> str:
+    """Name the windows that a method was calibrated on: text, hash, number and length."""
+    protocol = found.protocol
+    return f"{protocol.text}-{protocol.text_hash}/{len(found)}x{protocol.context}"

@@ -21,6 +21,11 @@ def squared_norms(weights: Mapping[str, torch.Tensor]) -> dict[str, float]:
     return {name: _squares(w.detach()) for name, w in weights.items()}
 
 
+def dequantized(weights: Mapping[str, torch.Tensor], setting: Setting) -> dict[str, torch.Tensor]:
+    """Quantize matrices to a setting's grid and back; they are not modified."""
+    return {name: rtn(w.detach(), setting) for name, w in weights.items()}
+
+
 def squared_errors(weights: Mapping[str, torch.Tensor], setting: Setting) -> dict[str, float]:
     """Squared Frobenius norm of each matrix's quantization error, ``||W - Q(W)||^2``."""
     return {n: _squares(w.detach() - rtn(w.detach(), setting)) for n, w in weights.items()}

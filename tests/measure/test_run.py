@@ -84,13 +84,18 @@ def test_rows_agree_with_the_parts_they_are_made_of(trained, text_file, rows):
 
 def test_rows_hold_the_whole_schema_and_tell_settings_apart(rows):
     # How these columns are filled is the business of other methods and formats.
-    assert set(table.COLUMNS) - set(rows.columns) == {
-        "bits_activation", "exponent_bits", "mantissa_bits", "quantized_share",
-        "calibration_samples", "neg_log_accuracy",
+    others = ("hidden_", "head_", "radial_", "sharpness_", "fisher_rao", "relative_flatness",
+              "hessian_top", "hessian_bottom", "hessian_delta", "first_order", "gauss_newton_",
+              "kronecker_")  # fmt: skip
+    missing = {name for name in table.COLUMNS if name not in rows and not name.startswith(others)}
+    assert missing == {
+        "bits_activation", "exponent_bits", "mantissa_bits", "quantized_share", "calibration",
+        "calibration_samples", "damping", "neg_log_accuracy",
     }  # fmt: skip
     known = rows.drop(columns=list(run.TRAINING_COLUMNS)).drop(columns=["status_reason"])
     empty = known.columns[known.isna().any()]
-    assert empty.tolist() == ["group_size"]  # null stands for one scale per row
+    assert empty.tolist() == ["group_size", "weight_grid_bits"]  # one scale per row; on no grid
+    assert (rows["features"] == "curvature,weights").all()
     assert rows["symmetric"].tolist() == [True, True, False, True]
     assert len({store.row_key(row) for _, row in rows.iterrows()}) == len(SETTINGS)
     assert rows["n_quantized"].iloc[0] in (14, 8)
