@@ -75,8 +75,8 @@ def differentiable(
     ------
     CheckpointError
         If there is no name or an unknown one, two names are one tied parameter, a parameter is in
-        reduced precision, memory runs out, or an operation of the model has no derivative; the message then names
-        the innermost module without one.
+        reduced precision, memory runs out, or an operation of the model has no derivative; the
+        message then names the innermost module without one.
     """
     parameters = _named_parameters(model, names)
     training = [(module, module.training) for module in model.modules()]
