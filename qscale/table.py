@@ -386,6 +386,21 @@ def schema() -> pa.DataFrameSchema:
     )
 
 
+def side_path(path: str | Path, kind: str) -> Path:
+    """Return where a side table lies: ``rows.csv.gz`` has ``rows.matrices.parquet``.
+
+    Parameters
+    ----------
+    path
+        A measurement table.
+    kind
+        What the side table is about: ``matrices``, ``blocks``, ``density``, ...
+    """
+    path = Path(path)
+    stem = next((path.name.removesuffix(s) for s in _SUFFIXES if path.name.endswith(s)), path.name)
+    return path.with_name(f"{stem}.{kind}.parquet")
+
+
 def require(frame: pd.DataFrame, columns: Sequence[str], where: str) -> None:
     """Raise unless every column is present and holds at least one value.
 

@@ -92,11 +92,6 @@ def append(out: Path, row: Mapping[str, Any]) -> None:
         table.write(table.check(table.from_rows([*kept, row]), str(out)), out)
 
 
-def side_path(out: Path, kind: str) -> Path:
-    """Return where a side table lies: ``rows.csv.gz`` has ``rows.matrices.parquet``."""
-    return out.with_name(f"{_SUFFIX.sub('', out.name)}.{kind}.parquet")
-
-
 def save_side(out: Path, kind: str, frame: pd.DataFrame, key: Mapping[str, Any]) -> None:
     """Put rows into a side table, in place of those that have the same key.
 
@@ -111,7 +106,7 @@ def save_side(out: Path, kind: str, frame: pd.DataFrame, key: Mapping[str, Any])
     key
         What the rows are about: columns that are equal for all of them.
     """
-    path = side_path(out, kind)
+    path = table.side_path(out, kind)
     frame = frame.assign(**key)
     with _lock(out):
         if path.exists():
@@ -163,7 +158,7 @@ def save_curvature(
 
 def load_curvature(out: Path, names: Sequence[str], shared: Mapping[str, Any]) -> Curvature | None:
     """Read back what :func:`save_curvature` wrote; None unless all of it matches ``shared``."""
-    path = side_path(out, "matrices")
+    path = table.side_path(out, "matrices")
     if not path.exists():
         return None
     frame = _read_side(path)
@@ -194,7 +189,7 @@ def save_columns(out: Path, columns: Mapping[str, float | None], key: Mapping[st
 
 def load_columns(out: Path, key: Mapping[str, Any]) -> dict[str, float | None] | None:
     """Read back what :func:`save_columns` wrote; None if it is not there."""
-    path = side_path(out, "checkpoints")
+    path = table.side_path(out, "checkpoints")
     if not path.exists():
         return None
     frame = _read_side(path)

@@ -35,18 +35,18 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
-def _styled(draw: Callable[P, T]) -> Callable[P, T]:
+def styled(draw: Callable[P, T]) -> Callable[P, T]:
     """Run a drawing function under `STYLE` without touching the global settings."""
 
     @functools.wraps(draw)
-    def styled(*args: P.args, **kwargs: P.kwargs) -> T:
+    def drawn(*args: P.args, **kwargs: P.kwargs) -> T:
         with mpl.rc_context(STYLE):
             return draw(*args, **kwargs)
 
-    return styled
+    return drawn
 
 
-def _axes(ax: Axes | None, width: float, height: float) -> Axes:
+def new_axes(ax: Axes | None, width: float, height: float) -> Axes:
     """Return the given axes or those of a new figure of a size in inches."""
     if ax is not None:
         return ax
@@ -59,7 +59,7 @@ def label(column: str) -> str:
     return column if unit in {"", column} else f"{column} ({unit})"
 
 
-@_styled
+@styled
 def equation(law: Law, *, ax: Axes | None = None) -> Axes:
     """Typeset a law; one whose LaTeX matplotlib cannot read is shown as plain text.
 
@@ -85,7 +85,7 @@ def equation(law: Law, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
-@_styled
+@styled
 def predicted_observed(fit: Fit, rows: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Draw observed against predicted target on logarithmic axes.
 
@@ -104,7 +104,7 @@ def predicted_observed(fit: Fit, rows: pd.DataFrame, *, ax: Axes | None = None) 
         Points coloured by family, else by bits; the identity; and bands that hold 50 % and 90 % of
         new rows of new clusters by the scatter around the law.
     """
-    ax = _axes(ax, 4.6, 4.1)
+    ax = new_axes(ax, 4.6, 4.1)
     x, y = predicted(fit, rows), rows[fit.law.target].to_numpy()
     low, high = min(x.min(), y.min()) / 1.3, max(x.max(), y.max()) * 1.3
     line = np.array([low, high])
@@ -140,7 +140,7 @@ def _groups(rows: pd.DataFrame) -> list[tuple[str, np.ndarray, str, str]]:
     return [("rows", np.ones(len(rows), dtype=bool), COLOURS[0], MARKERS[0])]
 
 
-@_styled
+@styled
 def residuals_against(fit: Fit, rows: pd.DataFrame, column: str, *, ax: Axes | None = None) -> Axes:
     """Draw observed over predicted against one column, with the median along it.
 
@@ -165,11 +165,11 @@ def residuals_against(fit: Fit, rows: pd.DataFrame, column: str, *, ax: Axes | N
     ratio = (rows[fit.law.target] / predicted(fit, rows)).to_numpy()[known]
     values = rows.loc[known, column]
     if pd.api.types.is_numeric_dtype(values):
-        ax = _axes(ax, 3.3, 2.5)
+        ax = new_axes(ax, 3.3, 2.5)
         _number_panel(ax, column, values.to_numpy(dtype=float), ratio)
     else:
         levels = sorted(values.astype(str).unique())
-        ax = _axes(ax, 3.3, max(2.5, 0.9 + 0.24 * len(levels)))
+        ax = new_axes(ax, 3.3, max(2.5, 0.9 + 0.24 * len(levels)))
         _text_panel(ax, values.astype(str).to_numpy(), levels, ratio)
     ax.set_title(label(column), loc="left", parse_math=False)
     return ax
@@ -240,7 +240,7 @@ def binned_median(
     )
 
 
-@_styled
+@styled
 def run_exponents(table: pd.DataFrame, estimate: float, *, ax: Axes | None = None) -> Axes:
     """Draw the tokens exponent of each run, by the part of its learning-rate schedule.
 
@@ -258,7 +258,7 @@ def run_exponents(table: pd.DataFrame, estimate: float, *, ax: Axes | None = Non
     matplotlib.axes.Axes
         One point a run and setting, with 90 % intervals that take rows as independent.
     """
-    ax = _axes(ax, 5.2, 1.2 + 0.2 * len(table))
+    ax = new_axes(ax, 5.2, 1.2 + 0.2 * len(table))
     for i, (part, group) in enumerate(table.groupby("part", sort=False)):
         bar: dict[str, Any] = {"fmt": MARKERS[i], "ms": 4.5, "color": COLOURS[i], "lw": 1.2}
         ax.errorbar(group["exponent"], group.index, xerr=1.645 * group["se"], label=part, **bar)
@@ -272,7 +272,7 @@ def run_exponents(table: pd.DataFrame, estimate: float, *, ax: Axes | None = Non
     return ax
 
 
-@_styled
+@styled
 def held_out_error(scores: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Draw the typical error on each held-out split, one marker a fit.
 
@@ -297,7 +297,7 @@ def held_out_error(scores: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
-@_styled
+@styled
 def held_out_coverage(scores: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Draw the share of held-out rows inside their 90 % interval, one marker a fit.
 
@@ -324,7 +324,7 @@ def _score_panel(scores: pd.DataFrame, values: pd.Series, ax: Axes | None) -> Ax
     splits = scores["held_out"].drop_duplicates().tolist()
     fits = scores["fit"].drop_duplicates().tolist()
     legend = 0.2 * len(fits) if len(fits) > 1 else 0.0
-    ax = _axes(ax, 3.9, 1.1 + (0.26 + 0.08 * len(fits)) * len(splits) + legend)
+    ax = new_axes(ax, 3.9, 1.1 + (0.26 + 0.08 * len(fits)) * len(splits) + legend)
     places = {split: i for i, split in enumerate(splits)}
     apart = 0.6 / max(len(fits), 2)
     for i, name in enumerate(fits):
