@@ -229,6 +229,7 @@ class TestDifferences:
 
 
 class TestStandardError:
+    @pytest.mark.slow
     @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
     def test_unbiased_and_calibrated_over_200_seeds(self, architecture: str, build) -> None:
         """Estimates that stop by themselves, against the dense trace."""
