@@ -168,8 +168,15 @@ def measure(
             on_note=notes.append,
         )
     _print_rows(checkpoint, rows)
-    if "curvature" in rows["features"].iloc[0]:
-        console.print(str(agreement(rows)), markup=False)
+    for name, part in rows.groupby("method", sort=False):
+        for form in ("quadratic_delta", "gauss_newton_delta"):
+            if form in part and part[form].notna().all():
+                console.print(f"{name}: {agreement(part, form)}", markup=False)
+        if name != "rtn" and "gauss_newton_delta" not in part:
+            notes.append(
+                f"quadratic_delta takes errors without direction and is several times too high for "
+                f"{name}; add --features second_order for the form along the error itself."
+            )
     for sentence in notes:
         console.print(f"Note: {sentence}", markup=False)
     console.print(f"Written to {output}.", markup=False)

@@ -443,7 +443,6 @@ def _measure_curvature(subject: Subject, probing: Probing, report: Progress) -> 
             ids,
             names,
             rtol=probing.hessian_rtol,
-            min_probes=min(8, probing.max_hessian_probes),
             max_probes=probing.max_hessian_probes,
             seed=probing.seed,
             on_probe=_counter(report, "Hessian trace", None),

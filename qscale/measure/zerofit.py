@@ -110,8 +110,10 @@ class Agreement:
 
     Parameters
     ----------
+    form
+        Column that predicts.
     median
-        Median of ``|log(quadratic_delta / delta_loss)|``; NaN if no row could be used.
+        Median of ``|log(prediction / delta_loss)|``; NaN if no row could be used.
     by_bits
         The same for each bit width.
     rows
@@ -123,6 +125,7 @@ class Agreement:
         Backward passes over the curvature windows that the predictions cost, per checkpoint.
     """
 
+    form: str
     median: float
     by_bits: dict[float, float]
     rows: int
@@ -135,19 +138,24 @@ class Agreement:
             return f"Zero-fit prediction: none of {self.left_out} rows is measured well enough."
         widths = ", ".join(f"{value:.2f} at {bits:g}" for bits, value in self.by_bits.items())
         return (
-            f"Zero-fit prediction: median |log(quadratic_delta / delta_loss)| {self.median:.2f} "
+            f"Zero-fit prediction: median |log({self.form} / delta_loss)| {self.median:.2f} "
             f"over {self.rows} rows ({widths} bits; {self.left_out} rows left out, within 2 SE of "
             f"zero or not ok), for {self.backward_passes} backward passes."
         )
 
 
-def agreement(frame: pd.DataFrame, *, low: float = 3, high: float = 6) -> Agreement:
-    """Compare ``quadratic_delta`` with ``delta_loss`` over the rows from ``low`` to ``high`` bits.
+def agreement(
+    frame: pd.DataFrame, form: str = "quadratic_delta", *, low: float = 3, high: float = 6
+) -> Agreement:
+    """Compare a prediction with ``delta_loss`` over the rows from ``low`` to ``high`` bits.
 
     Parameters
     ----------
     frame
         Measurement table.
+    form
+        Column that predicts: ``quadratic_delta``, which takes errors without direction, or
+        ``gauss_newton_delta``, which takes them as they are.
     low, high
         Bit widths to compare at, inclusive: below, the loss is far from quadratic; above, the
         increase is lost in its error.
@@ -162,13 +170,14 @@ def agreement(frame: pd.DataFrame, *, low: float = 3, high: float = 6) -> Agreem
     TableError
         If a column is missing.
     """
-    require(frame, ("bits", "delta_loss", "quadratic_delta", "backward_passes"), "table")
+    require(frame, ("bits", "delta_loss", form, "backward_passes"), "table")
     rows = frame[frame["bits"].between(low, high)]
     measurable = rows["delta_loss"] > 2 * rows["delta_loss_se"]
-    used = rows[(rows["status"] == "ok") & measurable & (rows["quadratic_delta"] > 0)]
-    distance = (used["quadratic_delta"] / used["delta_loss"]).map(math.log).abs()
+    used = rows[(rows["status"] == "ok") & measurable & (rows[form] > 0)]
+    distance = (used[form] / used["delta_loss"]).map(math.log).abs()
     widths = sorted(used["bits"].unique().tolist())
     return Agreement(
+        form=form,
         median=float(distance.median()),
         by_bits={bits: float(distance[used["bits"] == bits].median()) for bits in widths},
         rows=len(used),

@@ -25,6 +25,7 @@ from qscale.measure.loss import compare, reference
 from qscale.measure.run import measure
 from qscale.measure.subject import open_subject
 from qscale.measure.zerofit import agreement, zero_fit
+from qscale.provenance import TRAINING_COLUMNS
 from qscale.quantize.setting import MINMAX, Setting
 from tests.checkpoints import build_model, save
 
@@ -92,7 +93,7 @@ def test_rows_hold_the_whole_schema_and_tell_settings_apart(rows):
         "bits_activation", "exponent_bits", "mantissa_bits", "quantized_share", "calibration",
         "calibration_samples", "damping", "neg_log_accuracy",
     }  # fmt: skip
-    known = rows.drop(columns=list(run.TRAINING_COLUMNS)).drop(columns=["status_reason"])
+    known = rows.drop(columns=list(TRAINING_COLUMNS)).drop(columns=["status_reason"])
     empty = known.columns[known.isna().any()]
     assert empty.tolist() == ["group_size", "weight_grid_bits"]  # one scale per row; on no grid
     assert (rows["features"] == "curvature,weights").all()
