@@ -4,8 +4,8 @@
 ``qscale measure`` quantized by round-to-nearest and by GPTQ, with three predictions of the loss
 increase beside the measured one: the Gauss-Newton trace times the squared error
 (``quadratic_delta``), which takes the error to have no preferred direction; the Kronecker form
-``tr(E A E^T B)`` of each matrix (``kronecker_delta``); and the Gauss-Newton form of the error itself
-(``gauss_newton_delta``). Then a factor and an exponent are fitted to all models but one and tested
+``tr(E A E^T B)`` of each matrix (``kronecker_delta``); and the Gauss-Newton form of the error
+itself (``gauss_newton_delta``). Then a factor and an exponent are fitted to all models but one and tested
 on that one. The figure goes to ``out/``::
 
     python examples/zero_fit.py
