@@ -5,8 +5,8 @@
 increase beside the measured one: the Gauss-Newton trace times the squared error
 (``quadratic_delta``), which takes the error to have no preferred direction; the Kronecker form
 ``tr(E A E^T B)`` of each matrix (``kronecker_delta``); and the Gauss-Newton form of the error
-itself (``gauss_newton_delta``). Then a factor and an exponent are fitted to all models but one and tested
-on that one. The figure goes to ``out/``::
+itself (``gauss_newton_delta``). Then a factor and an exponent are fitted to all models but one
+and tested on that one. The figure goes to ``out/``::
 
     python examples/zero_fit.py
 
