@@ -110,3 +110,27 @@ def test_gguf_formats_follow_either_law_and_cannot_tell_them_apart(name, shape, 
     assert made.values["alpha"] == pytest.approx(0.47, abs=0.02)
     assert made.values[shape] == pytest.approx(value, rel=0.02)
     assert "cannot tell them apart" in formats.told_apart(rows, "fmt")
+
+
+def test_curvature_along_the_error_predicts_what_seven_models_lose() -> None:
+    study = load("zero_fit")
+    rows = study.usable(study.table.read(study.ROWS))
+    assert rows["run"].nunique() == 7
+    part = rows[rows["bits"].between(3, 4)].groupby("method")
+    measured = part["delta_loss"].sum()
+    along = part["gauss_newton_delta"].sum() / measured
+    assert along.between(0.8, 1.2).all()
+    # Without direction the prediction holds for rounding to nearest only.
+    isotropic = part["quadratic_delta"].sum() / measured
+    assert 0.8 < isotropic["rtn"] < 1.2
+    assert isotropic["gptq"] > 4
+
+
+def test_one_parameter_for_large_increases_holds_on_models_it_was_not_fitted_on() -> None:
+    study = load("zero_fit")
+    rows = study.usable(study.table.read(study.ROWS))
+    found = study.left_out(rows[rows["method"] == "rtn"], "gauss_newton_delta")
+    linked = found["3 to 6, link"].astype(float)
+    plain = found["3 to 6, nothing fitted"].astype(float)
+    assert linked.between(0.88, 1.12).all()
+    assert np.abs(np.log(linked)).mean() < np.abs(np.log(plain)).mean()
