@@ -130,8 +130,7 @@ def measure(
     from qscale.measure import run as running  # noqa: PLC0415 - torch loads here
     from qscale.measure.zerofit import agreement  # noqa: PLC0415
 
-    notes: list[str] = []
-    with _progress() as report:
+    with _progress() as (report, say):
         rows = running.measure(
             checkpoint,
             text,
@@ -165,7 +164,7 @@ def measure(
             },
             force=force,
             on_progress=report,
-            on_note=notes.append,
+            on_note=say,
         )
     _print_rows(checkpoint, rows)
     for name, part in rows.groupby("method", sort=False):
@@ -173,18 +172,19 @@ def measure(
             if form in part and part[form].notna().all():
                 console.print(f"{name}: {agreement(part, form)}", markup=False)
         if name != "rtn" and "gauss_newton_delta" not in part:
-            notes.append(
-                f"quadratic_delta takes errors without direction and is several times too high for "
-                f"{name}; add --features second_order for the form along the error itself."
+            console.print(
+                "Note: quadratic_delta takes errors without direction and is several times too "
+                f"high for {name}; add --features second_order for the form along the error.",
+                markup=False,
             )
-    for sentence in notes:
-        console.print(f"Note: {sentence}", markup=False)
     console.print(f"Written to {output}.", markup=False)
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str, float, float | None], None]]:
-    """Show one bar that follows the stage at work."""
+def _progress() -> Iterator[
+    tuple[Callable[[str, float, float | None], None], Callable[[str], None]]
+]:
+    """Show one bar that follows the stage at work, and sentences above it."""
     from rich.console import Console  # noqa: PLC0415
     from rich.progress import Progress  # noqa: PLC0415
 
@@ -195,7 +195,10 @@ def _progress() -> Iterator[Callable[[str, float, float | None], None]]:
         def report(stage: str, done: float, total: float | None) -> None:
             progress.update(task, description=stage, completed=done, total=total)
 
-        yield report
+        def say(sentence: str) -> None:
+            progress.console.print(f"Note: {sentence}", markup=False)
+
+        yield report, say
 
 
 def _print_rows(checkpoint: str, rows: pd.DataFrame) -> None:

@@ -17,6 +17,7 @@ from qscale import table
 from qscale.errors import QscaleError
 from qscale.measure import features as measuring
 from qscale.measure.curvature import ggn_trace, grad_norm, hessian_trace
+from qscale.measure.curvature.budget import cost
 from qscale.measure.curvature.kronecker import kronecker_factors
 from qscale.measure.features import Found, Quantized
 from qscale.measure.loss import compare, reference
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     Progress = Callable[[str, float, float | None], None]
 
 DEFAULT_FEATURES = ("curvature", "weights")
+FIRST_PROBES = 2
+"""Probes of the Hessian trace's first round on eight windows or more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +361,7 @@ class _Job:
         names = list(subject.weights)
         found = None if self.force else load_curvature(self.out, names, shared)
         if found is None:
-            found = _measure_curvature(subject, probing, self.report)
+            found = _measure_curvature(subject, probing, self.report, self.note)
             norms = squared_norms(subject.weights)
             columns: dict[str, list[Any]] = {
                 "rows": [rows for rows, _ in subject.shapes],
@@ -422,13 +425,23 @@ def _counter(report: Progress, stage: str, total: float | None) -> Callable[[flo
     return add
 
 
-def _measure_curvature(subject: Subject, probing: Probing, report: Progress) -> Curvature:
+def _measure_curvature(
+    subject: Subject, probing: Probing, report: Progress, note: Callable[[str], None]
+) -> Curvature:
     """Estimate the traces of every matrix's block, and the gradient's norm, on the probe windows.
 
     Windows go through one by one, which is where the estimators are least noisy.
     """
     model, names = subject.checkpoint.model, list(subject.weights)
     ids = torch.from_numpy(subject.probe.ids)
+    expected = cost(
+        model,
+        ids,
+        names,
+        ggn_probes=probing.num_probes,
+        hessian_probes=min(FIRST_PROBES, probing.max_hessian_probes),
+    )
+    note(f"Curvature will take {expected}, more if the Hessian needs more probes.")
     return Curvature(
         ggn=ggn_trace(
             model,
