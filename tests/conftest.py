@@ -13,6 +13,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if TYPE_CHECKING:
     from pathlib import Path
 
+collect_ignore_glob = ["fixtures/*.py"]  # scripts that made the fixtures, with what they need
+
 
 def _trained(architecture: str, factory: pytest.TempPathFactory) -> Path:
     from tests import checkpoints  # noqa: PLC0415 - modelling tests do not load torch
