@@ -131,7 +131,7 @@ def _require(
     fitted: Fitted, known: Mapping[str, Any], settings: Mapping[str, Sequence[Any]]
 ) -> None:
     """Raise naming the first column that the fit needs and nobody gave, and how to give it."""
-    from qscale.checkpoint import TRAINING_COLUMNS  # noqa: PLC0415
+    from qscale.provenance import TRAINING_COLUMNS  # noqa: PLC0415
     from qscale.table import COLUMNS  # noqa: PLC0415
 
     for column in fitted.columns:

@@ -10,7 +10,7 @@ import pytest
 from qscale import table
 from qscale.cli import main
 from qscale.errors import CheckpointError, QscaleError, TextError
-from qscale.measure import features, run
+from qscale.measure import features, job
 from qscale.measure.run import measure
 from qscale.quantize.setting import Setting
 from tests.checkpoints import babble
@@ -73,7 +73,7 @@ def test_a_feature_is_added_to_a_row_whose_loss_is_not_measured_again(
     out = tmp_path / "rows.csv"
     first = go(trained_llama, text_file, out, features="curvature")
     assert "hidden_relative_error" not in first
-    monkeypatch.setattr(run, "compare", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr(job, "compare", lambda *_, **__: pytest.fail("measured again"))
     second = go(trained_llama, text_file, out, features="hidden")
     assert second["features"].tolist() == ["curvature,hidden"]
     assert second["hidden_relative_error"].iloc[0] > 0

@@ -19,7 +19,7 @@ import torch
 from qscale import table
 from qscale.cli import main
 from qscale.errors import QscaleError, TableError
-from qscale.measure import run, store, weights
+from qscale.measure import job, store, weights
 from qscale.measure.curvature import ggn_trace, quadratic_delta
 from qscale.measure.loss import compare, reference
 from qscale.measure.run import measure
@@ -176,10 +176,10 @@ def test_only_missing_rows_are_measured_and_curvature_is_not_repeated(
         raise AssertionError("curvature is on disk")
 
     measured = []
-    monkeypatch.setattr(run, "hessian_trace", forbidden)
-    monkeypatch.setattr(run, "ggn_trace", forbidden)
+    monkeypatch.setattr(job, "hessian_trace", forbidden)
+    monkeypatch.setattr(job, "ggn_trace", forbidden)
     monkeypatch.setattr(
-        run, "compare", lambda *args, **options: measured.append(1) or compare(*args, **options)
+        job, "compare", lambda *args, **options: measured.append(1) or compare(*args, **options)
     )
     again = go(trained_llama, text_file, out)
     assert len(measured) == 2
