@@ -131,7 +131,7 @@ def calibration_windows(
     if not methods:
         return None
     if text is None:
-        raise TextError(f"method {methods[0]} needs a text to calibrate on; give one.")
+        raise TextError(f"method {methods[0]} needs a text to calibrate on: give --calibration.")
     if samples < 1:
         raise TextError(f"calibration_samples must be at least 1. Got {samples} instead.")
     protocol = subject.evaluation.protocol
