@@ -136,7 +136,11 @@ class Job:
                 known = found.columns
             columns |= known
         factors = None
-        if "second_order" in self.asked:
+        # Experts are slices of one tensor: no layer of their own shows their inputs.
+        linear = all(name.endswith(".weight") for name in self.subject.weights)
+        if "second_order" in self.asked and not linear:
+            self.note("kronecker_delta is left empty: experts have no Kronecker factors.")
+        if "second_order" in self.asked and linear:
             ids = torch.from_numpy(self.subject.probe.ids)
             factors = kronecker_factors(
                 self.subject.checkpoint.model,
@@ -185,7 +189,7 @@ class Job:
                 found = measuring.OF_SETTING[name](
                     subject, Quantized(quantized, errors, full, own.factors), self.seed, tick
                 )
-                self._keep(found, setting.columns())
+                self._keep(found, setting.columns() | {"calibration": row.get("calibration")})
                 row |= found.columns
             row = _marked(row, name)
             append(self.out, row)
