@@ -100,13 +100,13 @@ def in_blocks(folder: Path) -> None:
 def features(folder: Path, bits: tuple[int, ...] = (), *, spectral: bool = False) -> None:
     """Form the features, with quantizer settings of some bits and groups of 128."""
     from qscale.measure.stream import weight_features  # noqa: PLC0415
-    from qscale.quantize.setting import Setting  # noqa: PLC0415
+    from qscale.quantize.format import Format  # noqa: PLC0415
 
-    weight_features(folder, [Setting(b, 128) for b in bits], spectral=spectral)
+    weight_features(folder, [Format("int", b, 128) for b in bits], spectral=spectral)
 
 
 def one_setting(folder: Path) -> None:
-    """Add the error of one quantizer setting."""
+    """Add the error of one quantizer fmt."""
     features(folder, (4,))
 
 
@@ -119,7 +119,7 @@ JOBS: dict[str, Callable[[Path], None]] = {
     "plain pass, by safetensors": by_safetensors,
     PLAIN: in_blocks,
     BASE: features,
-    "  and one quantizer setting": one_setting,
+    "  and one quantizer fmt": one_setting,
     "  and spectral norms": with_spectral,
 }
 

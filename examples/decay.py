@@ -26,12 +26,12 @@ from qscale.measure.residual import swapped
 from qscale.measure.subject import open_subject
 from qscale.measure.weights import dequantized, squared_errors, squared_norms
 from qscale.model import quantizable
-from qscale.quantize.setting import Setting
+from qscale.quantize.format import Format
 
 if TYPE_CHECKING:
     from qscale.measure.subject import Subject
 
-SETTING = Setting(4, 64)
+FORMAT = Format("int", 4, 64)
 MAX_WINDOWS = 64
 
 
@@ -43,10 +43,10 @@ def measure(model: transformers.PreTrainedModel, subject: Subject) -> dict[str, 
     hessian = hessian_trace(model, ids, names, rtol=0.03)
     top = top_eigenvalues(model, ids, names, 1)
     full = reference(model, subject.evaluation)
-    with swapped(model, dequantized(weights, SETTING)):
+    with swapped(model, dequantized(weights, FORMAT)):
         moved = compare(model, full)
     sizes = {name: w.numel() for name, w in weights.items()}
-    predicted = quadratic_delta(ggn, squared_errors(weights, SETTING), sizes)
+    predicted = quadratic_delta(ggn, squared_errors(weights, FORMAT), sizes)
     return {
         "loss_fp": written(*mean_and_se(full.nll, full.counts)),
         "ggn_trace": written(ggn.total, ggn.se),
@@ -73,7 +73,7 @@ def main() -> None:
     config = subject.checkpoint.model.config
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     found["random"] = measure(model.eval(), subject)
-    drawn = Table("", *found, title=f"RTN {SETTING.bits} bits, groups of {SETTING.group_size}")
+    drawn = Table("", *found, title=f"RTN {FORMAT.bits} bits, groups of {FORMAT.group_size}")
     for row in found["random"]:
         drawn.add_row(row, *(column[row] for column in found.values()))
     Console(width=100).print(drawn)

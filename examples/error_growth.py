@@ -21,8 +21,8 @@ from qscale.measure.loss import reference
 from qscale.measure.residual import swapped
 from qscale.measure.subject import open_subject
 from qscale.model import quantizable
+from qscale.quantize.format import Format
 from qscale.quantize.rtn import rtn
-from qscale.quantize.setting import Setting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent
 CHECKPOINTS = ROOT / "checkpoints"
 TEXT = ROOT / "texts" / "austen-wilde-darwin.txt"
-SETTING = Setting(4, 64)
+FORMAT = Format("int", 4, 64)
 RANDOM_SEEDS = range(10)
 WINDOWS = 16
 
 
 def measure(model: PreTrainedModel, windows: Windows) -> dict[str, float | None]:
-    """Measure the growth of the error and the geometry of the LM head under `SETTING`."""
-    quantized = {name: rtn(w.detach(), SETTING) for name, w in quantizable(model).items()}
+    """Measure the growth of the error and the geometry of the LM head under `FORMAT`."""
+    quantized = {name: rtn(w.detach(), FORMAT) for name, w in quantizable(model).items()}
     growth = error_growth(model, torch.from_numpy(windows.ids), quantized, batch_windows=8)
     full = reference(model, windows)
     with swapped(model, quantized):
@@ -72,7 +72,7 @@ def main() -> None:
         shown[name] = with_errors(found.loc[values, name], errors)
     of_random = random.std(axis=1, ddof=1) / np.sqrt(random.shape[1])
     shown[f"random, mean of {random.shape[1]}"] = with_errors(random.mean(axis=1), of_random)
-    print(f"RTN {SETTING.bits} bits, groups of {SETTING.group_size}, {WINDOWS} windows")
+    print(f"RTN {FORMAT.bits} bits, groups of {FORMAT.group_size}, {WINDOWS} windows")
     print(shown.to_string())
 
 

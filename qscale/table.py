@@ -89,6 +89,8 @@ COLUMNS: dict[str, Column] = {
         Column("optimizer", "text", "", "Optimizer"),
         Column("averaging", "text", "", "Weight averaging: none, ema, lawa, soup"),
         # quantizer setting
+        Column("spec", "text", "", "Quantizer setting in short: gptq int4 g128 asym"),
+        Column("implementation", "text", "", "Library that quantized, and its version"),
         Column("method", "text", "", "Quantization method: rtn, gptq, awq, ..."),
         Column("method_kind", "text", "", "Training used by the method", allowed=("ptq", "ptq+ft", "qat")),
         Column("fmt", "text", "", "Number format: int, mxint, nvfp4, nf4, vector, gguf, ..."),

@@ -222,8 +222,8 @@ def _print_zero_fit(
     ]
     console.print(
         "\nWithout any fit: curvature times quantization noise of round-to-nearest "
-        f"({settings[0].scale_rule}), from {result['backward_passes'][0]:g} backward passes on "
-        f"{text.name}, probe error ± 1 SE."
+        f"({settings[0].weights.scale_rule}), from {result['backward_passes'][0]:g} backward "
+        f"passes on {text.name}, probe error ± 1 SE."
     )
     heading = ("bits", "group_size", "bits_per_weight", "delta_loss", "ppl ratio")
     console.print(table("", heading, rows))

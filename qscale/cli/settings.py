@@ -1,4 +1,4 @@
-"""Quantizer settings from the command line: bit widths crossed with group sizes."""
+"""Quantizer settings from the command line: specs, or bit widths crossed with group sizes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,8 @@ from typing import Literal
 
 from qscale.cli.console import group_sizes, numbers
 from qscale.errors import QscaleError
-from qscale.quantize.setting import (
-    ABSMAX_FULL,
-    ABSMAX_RESTRICTED,
-    METHODS,
-    MINMAX,
-    RTN,
-    Setting,
-)
+from qscale.quantize.format import ABSMAX_FULL, ABSMAX_RESTRICTED, MINMAX, Format
+from qscale.quantize.setting import LIBRARIES, OWN, RTN, Setting
 
 ScaleRule = Literal["restricted", "full"]
 
@@ -43,8 +37,10 @@ def quantizer_settings(
             raise QscaleError(f"--bits must be whole numbers from 2 to 8. Got {width:g} instead.")
     sizes = group_sizes(group_size)
     methods = [name.strip() for name in method.split(",")]
+    allowed = LIBRARIES[OWN]
     for name in methods:
-        if name not in METHODS:
-            raise QscaleError(f"--method must be among {', '.join(METHODS)}. Got {name!r} instead.")
+        if name not in allowed:
+            raise QscaleError(f"--method must be among {', '.join(allowed)}. Got {name!r} instead.")
     rule = MINMAX if asymmetric else rule
-    return [Setting(int(b), g, rule, m) for m in methods for b in widths for g in sizes]
+    formats = [Format("int", int(b), g, rule) for b in widths for g in sizes]
+    return [Setting(fmt, name) for name in methods for fmt in formats]

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from qscale.measure.perturb import Direction
-    from qscale.quantize.setting import Setting
+    from qscale.quantize.format import Format
 
 
 def quantization_direction(
-    weights: Mapping[str, torch.Tensor], setting: Setting
+    weights: Mapping[str, torch.Tensor], fmt: Format
 ) -> dict[str, torch.Tensor]:
     """Return the error ``Q(W) - W`` of round-to-nearest: at radius 1 lies the quantized model.
 
@@ -27,10 +27,10 @@ def quantization_direction(
     ----------
     weights
         Matrices to quantize, by parameter name.
-    setting
+    fmt
         How to quantize.
     """
-    return {name: rtn(w.detach(), setting).sub_(w.detach()) for name, w in weights.items()}
+    return {name: rtn(w.detach(), fmt).sub_(w.detach()) for name, w in weights.items()}
 
 
 def direction_to(

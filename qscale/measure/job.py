@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from qscale import __version__
 from qscale.errors import QscaleError
 from qscale.measure import features as measuring
 from qscale.measure.curvature import ggn_trace, grad_norm, hessian_trace
@@ -32,7 +33,6 @@ from qscale.measure.store import (
 from qscale.measure.subject import calibration_id
 from qscale.measure.weights import dequantized, squared_norms
 from qscale.quantize.calibrate import gptq_model
-from qscale.quantize.setting import RTN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, float, float | None], None]
 
+OWN_IMPLEMENTATION = {"implementation": f"qscale {__version__}"}
 FIRST_PROBES = 2
 """Probes of the Hessian trace's first round on eight windows or more."""
 
@@ -199,18 +200,17 @@ class Job:
         self, setting: Setting, stage: str
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return dequantized matrices and the columns that a calibration fills."""
-        if setting.method == RTN or self.calibration is None:
-            return dequantized(self.subject.weights, setting), {}
+        if not setting.calibrated or self.calibration is None:
+            return dequantized(self.subject.weights, setting.weights), OWN_IMPLEMENTATION
         ticks = counter(self.report, f"{stage}, calibrating", None)
         found = gptq_model(
             self.subject.checkpoint.model,
             self.subject.weights,
             torch.from_numpy(self.calibration.ids),
             setting,
-            act_order=True,
             on_block=lambda done, total: ticks(done / total),
         )
-        columns = {
+        columns = OWN_IMPLEMENTATION | {
             "calibration": calibration_id(self.calibration),
             "calibration_samples": float(found.windows),
             "damping": max(found.damping.values()),

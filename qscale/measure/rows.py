@@ -66,7 +66,7 @@ def weight_columns(
     sqnr = sqnr_db(signal, noise)
     return {
         "bits_per_weight": setting.bits_per_weight(subject.shapes),
-        "n_ragged": float(ragged(subject.weights, setting)),
+        "n_ragged": float(ragged(subject.weights, setting.weights)),
         "weight_norm": math.sqrt(signal),
         "weight_rms": math.sqrt(signal / sum(subject.sizes.values())),
         "quantization_noise": noise,
@@ -132,7 +132,7 @@ def _status(
     """Judge a finite outcome: status and, unless it is ok, the reason."""
     if loss_q >= uniform:
         return "collapsed", f"loss_q is {loss_q:.4g}, a uniform guess has {uniform:.4g}"
-    if setting.bits == 8 and delta > max(EIGHT_BIT_LIMIT, 3 * delta_se):
+    if setting.weights.bits == 8 and delta > max(EIGHT_BIT_LIMIT, 3 * delta_se):
         return "degraded", f"8 bits raise the loss by {delta:.3g}; is the checkpoint intact?"
     return "ok", ""
 

@@ -18,7 +18,6 @@ from qscale.measure.rows import subject_columns
 from qscale.measure.store import read_rows, row_key
 from qscale.measure.subject import calibration_id, calibration_windows, open_subject
 from qscale.provenance import Statement, Training, combine, training_metadata
-from qscale.quantize.setting import RTN
 from qscale.text import adds_bos
 
 if TYPE_CHECKING:
@@ -162,7 +161,7 @@ def measure(
 
 def _calibrated(setting: Setting, calibration: Windows | None) -> dict[str, Any]:
     """Name the text that a setting is calibrated on, if it is."""
-    used = calibration if setting.method != RTN else None
+    used = calibration if setting.calibrated else None
     return {"calibration": None if used is None else calibration_id(used)}
 
 

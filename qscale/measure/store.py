@@ -21,12 +21,7 @@ if TYPE_CHECKING:
 KEY = (
     "checkpoint",
     "protocol",
-    "method",
-    "fmt",
-    "bits",
-    "group_size",
-    "symmetric",
-    "scale_rule",
+    "spec",
     "calibration",
 )
 """Columns that tell one measured row from another."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from qscale.errors import TextError
 from qscale.model import Checkpoint, load, quantizable
 from qscale.quantize.calibrate import require_disjoint
-from qscale.quantize.setting import RTN
 from qscale.text import Bos, Windows, split, spread, windows
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ def calibration_windows(
     TextError
         If a setting needs a text and there is none, or it shares text with the other windows.
     """
-    methods = sorted({setting.method for setting in settings} - {RTN})
+    methods = sorted({setting.method for setting in settings if setting.calibrated})
     if not methods:
         return None
     if text is None:

@@ -1,4 +1,4 @@
-"""Weight norms and the noise that a quantizer setting puts on the weights."""
+"""Weight norms and the noise that a number format puts on the weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from qscale.quantize.setting import Setting
+    from qscale.quantize.format import Format
 
 
 def squared_norms(weights: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -21,14 +21,14 @@ def squared_norms(weights: Mapping[str, torch.Tensor]) -> dict[str, float]:
     return {name: _squares(w.detach()) for name, w in weights.items()}
 
 
-def dequantized(weights: Mapping[str, torch.Tensor], setting: Setting) -> dict[str, torch.Tensor]:
-    """Quantize matrices to a setting's grid and back; they are not modified."""
-    return {name: rtn(w.detach(), setting) for name, w in weights.items()}
+def dequantized(weights: Mapping[str, torch.Tensor], fmt: Format) -> dict[str, torch.Tensor]:
+    """Quantize matrices to a format's grid and back; they are not modified."""
+    return {name: rtn(w.detach(), fmt) for name, w in weights.items()}
 
 
-def squared_errors(weights: Mapping[str, torch.Tensor], setting: Setting) -> dict[str, float]:
+def squared_errors(weights: Mapping[str, torch.Tensor], fmt: Format) -> dict[str, float]:
     """Squared Frobenius norm of each matrix's quantization error, ``||W - Q(W)||^2``."""
-    return {n: _squares(w.detach() - rtn(w.detach(), setting)) for n, w in weights.items()}
+    return {n: _squares(w.detach() - rtn(w.detach(), fmt)) for n, w in weights.items()}
 
 
 def sqnr_db(signal: float, noise: float) -> float:
@@ -47,27 +47,27 @@ def sqnr_db(signal: float, noise: float) -> float:
     return 10 * math.log10(signal / noise) if noise > 0 else math.inf
 
 
-def ragged(weights: Mapping[str, torch.Tensor], setting: Setting) -> int:
+def ragged(weights: Mapping[str, torch.Tensor], fmt: Format) -> int:
     """Count the matrices whose rows the group size does not divide."""
-    size = setting.group_size
+    size = fmt.group_size
     return sum(1 for w in weights.values() if size is not None and w.shape[1] % size)
 
 
 @contextlib.contextmanager
-def fake_quantized(weights: Mapping[str, torch.Tensor], setting: Setting) -> Iterator[None]:
+def fake_quantized(weights: Mapping[str, torch.Tensor], fmt: Format) -> Iterator[None]:
     """Hold a model's matrices quantized in place, and put back the very same bits afterwards.
 
     Parameters
     ----------
     weights
         The matrices themselves; their originals are kept in memory meanwhile.
-    setting
-        How to quantize.
+    fmt
+        Number format.
     """
     originals = {name: w.detach().clone() for name, w in weights.items()}
     try:
         for name, w in weights.items():
-            w.data.copy_(rtn(originals[name], setting))
+            w.data.copy_(rtn(originals[name], fmt))
         yield
     finally:
         for name, w in weights.items():

@@ -89,7 +89,7 @@ def zero_fit(
     )
     rows = []
     for setting in settings:
-        errors = squared_errors(subject.weights, setting)
+        errors = squared_errors(subject.weights, setting.weights)
         value, se = quadratic_delta(ggn, errors, subject.sizes)
         columns = setting.columns()
         rows.append(

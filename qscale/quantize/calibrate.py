@@ -66,7 +66,6 @@ def gptq_model(
     setting: Setting,
     *,
     batch_windows: int = 4,
-    act_order: bool = False,
     damping: float = 0.01,
     on_block: Callable[[int, int], None] | None = None,
 ) -> Calibrated:
@@ -87,7 +86,7 @@ def gptq_model(
         How to quantize.
     batch_windows
         Windows in one forward pass.
-    act_order, damping
+    damping
         See :func:`qscale.quantize.gptq.gptq`.
     on_block
         Called after each block with the number of blocks done and in all.
@@ -117,13 +116,21 @@ def gptq_model(
             batches = ids.to(model.device).split(batch_windows)
             states, calls = _enter(model, blocks, batches)
             for number, block in enumerate(blocks):
-                for names, gram in _grams(block, members[number], states, calls, number):
-                    stacked = torch.cat([originals[name] for name in names])
-                    result = gptq(stacked, gram, setting, act_order=act_order, damping=damping)
-                    parts = result.weight.split([len(originals[name]) for name in names])
-                    for name, part in zip(names, parts, strict=True):
-                        found[name] = weights[name].data = part.clone()
-                        used[name], dead[name] = result.damping, int(result.dead.sum())
+                for readers, gram in _grams(block, members[number], states, calls, number):
+                    together = [readers] if setting.weights.rowwise else [[n] for n in readers]
+                    for names in together:
+                        stacked = torch.cat([originals[name] for name in names])
+                        result = gptq(
+                            stacked,
+                            gram,
+                            setting.weights,
+                            act_order=setting.act_order,
+                            damping=damping,
+                        )
+                        parts = result.weight.split([len(originals[name]) for name in names])
+                        for name, part in zip(names, parts, strict=True):
+                            found[name] = weights[name].data = part.clone()
+                            used[name], dead[name] = result.damping, int(result.dead.sum())
                 states = [_run(block, state, calls[len(state)][number]) for state in states]
                 if on_block is not None:
                     on_block(number + 1, len(blocks))

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from qscale.errors import QscaleError
-from qscale.quantize.rtn import grid
+from qscale.quantize.grid import grid
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from qscale.quantize.setting import Setting
+    from qscale.quantize.format import Format
+    from qscale.quantize.grid import Grid
 
 RUNGS = 6
 """Times that damping is raised tenfold before a Gram matrix is refused."""
@@ -42,7 +43,7 @@ class Gptq:
 def gptq(
     weight: torch.Tensor,
     gram: torch.Tensor,
-    setting: Setting,
+    fmt: Format,
     *,
     act_order: bool = False,
     damping: float = 0.01,
@@ -65,8 +66,8 @@ def gptq(
     gram
         :math:`X X^\top` of the matrix's inputs, summed over positions, shape (columns, columns);
         any multiple of it gives the same result.
-    setting
-        Bits, group size and scale rule. Its method is not looked at.
+    fmt
+        The format.
     act_order
         Go through the columns by decreasing norm of their input rather than in their order. Grids
         are then those of the original groups of the original weights, so that groups stay
@@ -92,7 +93,7 @@ def gptq(
     """
     _check(weight, gram, damping, block_size)
     columns = weight.shape[1]
-    size = setting.group_size or columns
+    size = fmt.group_size or columns
     gram = gram.to(weight.device, torch.float64)
     dead = gram.diagonal() <= 0
     if act_order:
@@ -106,16 +107,22 @@ def gptq(
     # Transposed, so that a column lies in one piece of memory.
     original = weight.detach().to(work).T.contiguous()
     left = original[order] if act_order else original.clone()
-    grids = {}
-    if act_order:
-        grids = {g: grid(original[g : g + size], setting, 0) for g in range(0, columns, size)}
+    whole = original.abs().amax()
+
+    def choose(start: int, values: torch.Tensor) -> Grid:
+        """Choose the grid of the group from a column on."""
+        axes = (0, 1) if fmt.per_tensor else 0
+        return grid(values[start : start + size], fmt, axes, whole)
+
+    fixed = act_order or fmt.per_tensor
+    grids = {g: choose(g, original) for g in range(0, columns, size)} if fixed else {}
     starts = (order // size * size).tolist()
-    for start, stop in _spans(columns, columns if act_order else size, block_size):
-        if not act_order and starts[start] == start:
-            grids = {start: grid(left[start : start + size], setting, 0)}
+    for start, stop in _spans(columns, columns if fixed else size, block_size):
         block, errors = left[start:stop], torch.empty_like(left[start:stop])
         inner = factor[start:stop, start:stop]
         for j in range(stop - start):
+            if not fixed and starts[start + j] == start + j:
+                grids = {start + j: choose(start + j, left)}
             rounded = grids[starts[start + j]].round(block[j : j + 1])
             errors[j] = (block[j] - rounded[0]) / inner[j, j]
             block[j + 1 :].addr_(inner[j, j + 1 :], errors[j], alpha=-1)
@@ -127,11 +134,18 @@ def gptq(
 
 
 def _spans(columns: int, size: int, block_size: int) -> Iterator[tuple[int, int]]:
-    """Cut columns into pieces of at most ``block_size`` that lie within a group each."""
+    """Cut columns into pieces of about ``block_size``: whole small groups, or parts of a large one.
+
+    Where a piece begins, all earlier errors have reached its columns, so that is where the grid
+    of a large group may be chosen; a small one lies within its piece.
+    """
+    piece = size
+    if size < block_size:
+        size, piece = columns, block_size // size * size
     for group in range(0, columns, size):
         stop = min(group + size, columns)
-        for start in range(group, stop, block_size):
-            yield start, min(start + block_size, stop)
+        for start in range(group, stop, min(piece, block_size)):
+            yield start, min(start + min(piece, block_size), stop)
 
 
 def _factor(gram: torch.Tensor, damping: float) -> tuple[torch.Tensor, float]:

@@ -1,55 +1,58 @@
-"""Say how weights are quantized and what that costs in storage; no torch needed."""
+"""One way to quantize a model, and the short text (the spec) that names it; no torch needed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qscale.errors import QscaleError
+from qscale.errors import QscaleError, did_you_mean
+from qscale.quantize.format import FP4, Format
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-ABSMAX_RESTRICTED = "absmax/(2^(b-1)-1)"
-ABSMAX_FULL = "absmax/((2^b-1)/2)"
-MINMAX = "(max-min)/(2^b-1)"
-SCALE_RULES = (ABSMAX_RESTRICTED, ABSMAX_FULL, MINMAX)
-"""Step between levels, as a function of a group's values and the bits b.
+RTN, GPTQ, AWQ = "rtn", "gptq", "awq"
+HQQ, AUTOROUND = "hqq", "autoround"
+OWN = "qscale"
+LIBRARIES = {
+    OWN: (RTN, GPTQ, AWQ),
+    "auto-round": (RTN, AUTOROUND),
+    "bitsandbytes": (RTN,),
+    "gguf": (RTN,),
+    "hqq": (HQQ,),
+    "llmcompressor": (RTN, GPTQ),
+    "modelopt": (RTN, GPTQ, AWQ),
+    "torchao": (RTN,),
+}
+"""Who quantizes, and by which methods.
 
-- restricted: symmetric levels -(2^(b-1)-1) .. 2^(b-1)-1 times the step, every value on the range;
-- full: symmetric levels -2^(b-1) .. 2^(b-1)-1, the largest value rounded by up to half a step, as
-  llm-compressor and compressed-tensors do;
-- min-max: levels 0 .. 2^b-1 less an integer zero point, with zero always in the range, as
-  compressed-tensors, torchao and others do.
-
-At two bits the rule alone changes the loss increase several times over, so rows name it.
+- ``rtn``: round to nearest;
+- ``gptq``: later columns make up for the error of earlier ones (Frantar et al., arXiv:2210.17323);
+- ``awq``: columns are scaled by what they read before rounding (Lin et al., arXiv:2306.00978);
+- ``hqq``: zero points by half-quadratic splitting (Badri & Shaji, 2023);
+- ``autoround``: rounding learned by signed gradient steps (Cheng et al., arXiv:2309.05516).
 """
 
-RTN, GPTQ = "rtn", "gptq"
-METHODS = (RTN, GPTQ)
-"""Round-to-nearest, and error feedback along the rows by Frantar et al. (arXiv:2210.17323)."""
-
-SCALE_BITS = 16
-"""Storage of one scale; formats in use keep scales in half precision."""
+CALIBRATED = frozenset((GPTQ, AWQ, AUTOROUND))
+"""Methods that need a text to calibrate on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One way to quantize every matrix of a model to integers.
+    """One way to quantize the matrices of a model.
 
     Parameters
     ----------
-    bits
-        Bits of an element, 2 to 8.
-    group_size
-        Consecutive elements of a row that share a scale; None for the whole row. Where it does
-        not divide the row, the last group is shorter.
-    scale_rule
-        One of `SCALE_RULES`.
+    weights
+        Format of the weights.
     method
-        One of `METHODS`. What is stored does not depend on it.
-    fmt
-        As the measurement table names it.
+        One of those that `LIBRARIES` has for the library. What is stored does not depend on it.
+    activations
+        Format that what the matrices read is rounded to, token by token; None for none.
+    act_order
+        Whether GPTQ goes through columns by decreasing norm of what they read.
+    library
+        Who quantizes; a key of `LIBRARIES`.
 
     Raises
     ------
@@ -57,65 +60,102 @@ class Setting:
         If a value is impossible.
     """
 
-    bits: int
-    group_size: int | None = None
-    scale_rule: str = ABSMAX_RESTRICTED
+    weights: Format
     method: str = RTN
-    fmt: str = "int"
+    activations: Format | None = None
+    act_order: bool = True
+    library: str = OWN
 
     def __post_init__(self) -> None:
         """Refuse impossible settings."""
-        if self.bits not in range(2, 9):
-            raise QscaleError(f"bits must be an integer from 2 to 8. Got {self.bits!r} instead.")
-        if self.group_size is not None and self.group_size < 1:
+        if self.library not in LIBRARIES:
             raise QscaleError(
-                f"group_size must be at least 1, or row. Got {self.group_size!r} instead."
+                f"library must be one of {', '.join(LIBRARIES)}. Got {self.library!r} instead."
+                f"{did_you_mean(self.library, LIBRARIES)}"
             )
-        for name, value, allowed in (
-            ("scale_rule", self.scale_rule, SCALE_RULES),
-            ("method", self.method, METHODS),
-            ("fmt", self.fmt, ("int",)),
-        ):
-            if value not in allowed:
+        methods = LIBRARIES[self.library]
+        if self.method not in methods:
+            whose = "method" if self.library == OWN else f"method with library={self.library}"
+            raise QscaleError(
+                f"{whose} must be one of {', '.join(methods)}. Got {self.method!r} instead."
+                f"{did_you_mean(self.method, methods)}"
+            )
+        if not self.act_order and self.method != GPTQ:
+            raise QscaleError(f"act_order is about {GPTQ}. Leave it out for {self.method}.")
+        if self.weights.fmt == FP4 and self.library == OWN:
+            raise QscaleError("fp4 is a format of bitsandbytes: add library=bitsandbytes.")
+        if self.activations is not None and self.activations.per_tensor:
+            raise QscaleError("Activations are rounded token by token: tensor cannot be had.")
+
+    @classmethod
+    def parse(cls, spec: str) -> Setting:
+        """Parse a spec: a method, a format and options.
+
+        Options are ``acts=FORMAT`` with slashes for spaces, ``act_order=no`` and
+        ``library=NAME``.
+
+        Raises
+        ------
+        QscaleError
+            If a word is unknown, or the setting impossible.
+
+        Examples
+        --------
+        >>> Setting.parse("gptq int4 g128 asym").weights.symmetric
+        False
+        >>> str(Setting.parse("rtn nvfp4 acts=int8/row"))
+        'rtn nvfp4 acts=int8/row'
+        """
+        words = spec.split()
+        options = dict(word.split("=", 1) for word in words if "=" in word)
+        method, *rest = [word for word in words if "=" not in word] or [""]
+        if len(options) != sum("=" in word for word in words):
+            raise QscaleError(f"Spec {spec!r} gives an option twice. Give it once.")
+        known = ("acts", "act_order", "library")
+        for name in options:
+            if name not in known:
                 raise QscaleError(
-                    f"{name} must be one of {', '.join(allowed)}. Got {value!r} instead."
+                    f"Spec {spec!r}: options are {', '.join(known)}. Got {name!r} instead."
+                    f"{did_you_mean(name, known)}"
                 )
+        order = options.get("act_order", "yes")
+        if order not in ("yes", "no"):
+            raise QscaleError(f"Spec {spec!r}: act_order must be yes or no. Got {order!r} instead.")
+        try:
+            acts = options.get("acts")
+            return cls(
+                Format.parse(" ".join(rest)),
+                method,
+                None if acts is None else Format.parse(acts.replace("/", " ")),
+                order == "yes",
+                options.get("library", OWN),
+            )
+        except QscaleError as error:
+            raise QscaleError(f"Spec {spec!r}: {error}") from None
+
+    def __str__(self) -> str:
+        """Return the spec: what `parse` reads, without what goes without saying."""
+        words = [self.method, str(self.weights)]
+        if self.activations is not None:
+            words.append("acts=" + str(self.activations).replace(" ", "/"))
+        words += [] if self.act_order else ["act_order=no"]
+        return " ".join([*words, *([] if self.library == OWN else [f"library={self.library}"])])
 
     @property
-    def symmetric(self) -> bool:
-        """Whether zero is the middle of the grid."""
-        return self.scale_rule != MINMAX
+    def calibrated(self) -> bool:
+        """Whether the method needs a text to calibrate on."""
+        return self.method in CALIBRATED
 
     def columns(self) -> dict[str, object]:
         """Return the setting under the measurement table's column names."""
+        acts = self.activations
         return {
+            "spec": str(self),
             "method": self.method,
-            "fmt": self.fmt,
-            "bits": float(self.bits),
-            "group_size": None if self.group_size is None else float(self.group_size),
-            "symmetric": self.symmetric,
-            "scale_rule": self.scale_rule,
+            **self.weights.columns(),
+            "bits_activation": None if acts is None else float(acts.bits),
         }
 
-    def stored_bits(self, rows: int, columns: int) -> int:
-        """Bits that one matrix takes: elements, 16-bit scales and, if asymmetric, zero points.
-
-        Examples
-        --------
-        >>> Setting(4, 128).stored_bits(1, 256)  # 256 elements, 2 scales
-        1056
-        """
-        groups = rows * (1 if self.group_size is None else -(-columns // self.group_size))
-        zero_point = 0 if self.symmetric else self.bits
-        return rows * columns * self.bits + groups * (SCALE_BITS + zero_point)
-
     def bits_per_weight(self, shapes: Iterable[tuple[int, int]]) -> float:
-        """Return the stored bits per weight over matrices of the given (rows, columns).
-
-        Examples
-        --------
-        >>> Setting(4, 128).bits_per_weight([(1, 256), (8, 128)])
-        4.125
-        """
-        stored = [(self.stored_bits(*shape), shape[0] * shape[1]) for shape in shapes]
-        return sum(bits for bits, _ in stored) / sum(size for _, size in stored)
+        """Return the stored bits per weight over matrices of the given (rows, columns)."""
+        return self.weights.bits_per_weight(shapes)

@@ -15,7 +15,7 @@ from qscale.measure.run import measure
 from qscale.quantize.setting import Setting
 from tests.checkpoints import babble
 
-SETTINGS = [Setting(3, 8)]
+SETTINGS = [Setting.parse("rtn int3 g8")]
 OPTIONS: dict[str, Any] = {
     "context": 24,
     "probe_windows": 3,
@@ -41,8 +41,8 @@ def everything(trained_llama, text_file, tmp_path_factory):
 def test_all_features_fill_their_columns_and_side_tables(everything):
     out, row = everything
     assert row["features"] == ",".join(features.FEATURES)
-    theirs = {"bits_activation", "exponent_bits", "mantissa_bits", "quantized_share",
-              "calibration", "calibration_samples", "damping", "neg_log_accuracy"}  # fmt: skip
+    theirs = {"quantized_share", "calibration", "calibration_samples", "damping",
+              "neg_log_accuracy"}  # fmt: skip
     assert set(table.COLUMNS) - set(row.index) == theirs
     assert row["hessian_top"] > row["hessian_bottom"]
     assert row["hessian_top"] < row["hessian_trace"] - row["hessian_bottom"] * len(row)
@@ -88,7 +88,9 @@ def test_features_of_a_checkpoint_are_measured_once_for_all_settings(
     out = tmp_path / "rows.csv"
     first = go(trained_llama, text_file, out, features="weights")
     monkeypatch.setitem(features.OF_CHECKPOINT, "weights", None)
-    more = go(trained_llama, text_file, out, features="weights", settings=[Setting(4, 8)])
+    more = go(
+        trained_llama, text_file, out, features="weights", settings=[Setting.parse("rtn int4 g8")]
+    )
     assert more["weight_kurtosis"].tolist() == first["weight_kurtosis"].tolist()
 
 
@@ -108,7 +110,7 @@ def test_a_feature_that_fails_leaves_the_row(trained_llama, text_file, tmp_path,
 def test_gptq_is_calibrated_on_another_text(trained_llama, text_file, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(babble(600, seed=11))
-    settings = [Setting(3, 8), Setting(3, 8, method="gptq")]
+    settings = [Setting.parse("rtn int3 g8"), Setting.parse("gptq int3 g8")]
     found = go(
         trained_llama,
         text_file,
@@ -135,7 +137,7 @@ def test_gptq_needs_a_text_of_its_own(trained_llama, text_file, tmp_path, text):
             trained_llama,
             text_file,
             tmp_path / "rows.csv",
-            settings=[Setting(3, 8, method="gptq")],
+            settings=[Setting.parse("gptq int3 g8")],
             calibration=text and text_file,
             context=32,
         )

@@ -15,8 +15,8 @@ from qscale.measure.curvature import ggn_trace, quadratic_delta
 from qscale.measure.curvature.along import gauss_newton_along, gauss_newton_along_each
 from qscale.measure.forms import FormEstimate, QuadraticForms, quadratic_forms
 from qscale.model import quantizable
+from qscale.quantize.format import Format
 from qscale.quantize.rtn import rtn
-from qscale.quantize.setting import Setting
 from tests.checkpoints import babble, build_model, train
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ def block_matrices(tiny: Tiny) -> list[str]:
     return [name for name, p in tiny.model.named_parameters() if p.ndim == 2 and ".1." in name][:3]
 
 
-def of(forms: QuadraticForms, form: str, setting: str) -> FormEstimate:
-    return getattr(forms, form)(setting)
+def of(forms: QuadraticForms, form: str, fmt: str) -> FormEstimate:
+    return getattr(forms, form)(fmt)
 
 
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
@@ -72,21 +72,21 @@ def test_every_form_is_unbiased_over_seeds(architecture: str, build) -> None:
             tiny.model,
             tiny.windows,
             names,
-            {setting: stored.__getitem__ for setting, stored in errors.items()},
+            {fmt: stored.__getitem__ for fmt, stored in errors.items()},
             num_probes=2,
             batch_windows=2,  # three windows: a ragged split
             seed=seed,
         )
         for seed in range(200)
     ]
-    for setting, stored in errors.items():
+    for fmt, stored in errors.items():
         exact = exact_forms(tiny.model, tiny.windows, names, stored)
         for form in FORMS:
-            values = np.array([of(forms, form, setting).value for forms in seeds])
+            values = np.array([of(forms, form, fmt).value for forms in seeds])
             error = values.std(ddof=1) / np.sqrt(len(values))
             assert abs(values.mean() - exact[form]) <= 4 * error
             assert error <= 0.1 * exact[form]  # or the line above says little
-            squared_errors = np.mean([of(forms, form, setting).probe_se ** 2 for forms in seeds])
+            squared_errors = np.mean([of(forms, form, fmt).probe_se ** 2 for forms in seeds])
             assert squared_errors == pytest.approx(values.var(ddof=1), rel=0.4)
 
 
@@ -141,7 +141,7 @@ def test_isotropic_form_is_the_average_over_rotations(build) -> None:
         tiny.model, tiny.windows, names, {k: v.__getitem__ for k, v in settings.items()},
         num_probes=60,
     )  # fmt: skip
-    values = np.array([forms.block_diagonal(setting).value for setting in settings])
+    values = np.array([forms.block_diagonal(fmt).value for fmt in settings])
     isotropic = forms.isotropic("0").value
     assert abs(values.mean() - isotropic) <= 4 * values.std(ddof=1) / np.sqrt(len(values))
 
@@ -164,8 +164,8 @@ def test_intervals_cover(shape: tuple[int, int], error: str, trained) -> None:
     """Draw few probes of few windows, many times, out of a pool whose mean is the truth."""
     model, windows = trained
     weights = quantizable(model)
-    setting = Setting(fmt="int", bits=4, group_size=None)
-    errors = {name: rtn(w.detach(), setting) - w.detach() for name, w in weights.items()}
+    fmt = Format("int", 4)
+    errors = {name: rtn(w.detach(), fmt) - w.detach() for name, w in weights.items()}
     probes, parts = shape
     windows = windows[:6] if error == "probe_se" else windows
     forms = quadratic_forms(
@@ -201,11 +201,11 @@ def test_errors_may_be_made_when_needed(build) -> None:
     tiny = build("llama")
     names = block_matrices(tiny)
     weights = {name: p for name, p in tiny.model.named_parameters() if name in names}
-    setting = Setting(fmt="int", bits=3, group_size=None)
-    stored = {name: rtn(w.detach(), setting) - w.detach() for name, w in weights.items()}
+    fmt = Format("int", 3)
+    stored = {name: rtn(w.detach(), fmt) - w.detach() for name, w in weights.items()}
 
     def made(name: str) -> torch.Tensor:
-        return rtn(weights[name].detach(), setting) - weights[name].detach()
+        return rtn(weights[name].detach(), fmt) - weights[name].detach()
 
     forms = quadratic_forms(
         tiny.model, tiny.windows, names, {"made": made, "stored": stored.__getitem__}

@@ -23,11 +23,11 @@ from qscale.measure.head_geometry import (
 from qscale.measure.loss import compare, mean_and_se, reference
 from qscale.measure.subject import open_subject
 from qscale.measure.weights import fake_quantized
-from qscale.quantize.setting import Setting
+from qscale.quantize.format import Format
 from tests.checkpoints import SPECIAL, build_family, build_model, save
 from tests.measure.test_loss import Largest
 
-COARSE = Setting(3, 8)
+COARSE = Format("int", 3, 8)
 
 
 @pytest.fixture(scope="module", params=[None, 12])
@@ -304,12 +304,12 @@ from qscale.measure.head_geometry import head_geometry
 from qscale.measure.loss import reference
 from qscale.measure.subject import open_subject
 from qscale.measure.weights import fake_quantized
-from qscale.quantize.setting import Setting
+from qscale.quantize.format import Format
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 subject = open_subject(sys.argv[1], sys.argv[2], context=128, probe_windows=1)
 before = peak()
 full = reference(subject.checkpoint.model, subject.evaluation.take(np.arange(16), 1))
-with fake_quantized(subject.weights, Setting(3, 8)):
+with fake_quantized(subject.weights, Format("int", 3, 8)):
     head_geometry(subject.checkpoint.model, full, batch_windows=16)
 print(peak() - before)
 """

@@ -11,12 +11,12 @@ from qscale.measure.hidden import block_terms, error_growth
 from qscale.measure.residual import decoder_blocks, run_blocks, swapped
 from qscale.measure.weights import fake_quantized
 from qscale.model import load, quantizable
+from qscale.quantize.format import Format
 from qscale.quantize.rtn import rtn
-from qscale.quantize.setting import Setting
 from tests.checkpoints import build_family, build_model, save
 
 FAMILIES = ("llama", "gpt2", "neox", "opt", "olmo2", "qwen3", "gemma3", "bloom", "olmoe")
-SETTING = Setting(3, 8)
+FORMAT = Format("int", 3, 8)
 IDS = torch.randint(256, (5, 12), generator=torch.Generator().manual_seed(3))
 
 
@@ -48,8 +48,8 @@ def llama(opened):
     return opened("llama")
 
 
-def quantized(model, setting=SETTING, only=""):
-    return {n: rtn(w.detach(), setting) for n, w in quantizable(model).items() if only in n}
+def quantized(model, fmt=FORMAT, only=""):
+    return {n: rtn(w.detach(), fmt) for n, w in quantizable(model).items() if only in n}
 
 
 def theirs(model):
@@ -102,7 +102,7 @@ def test_terms_add_up_to_the_growth_of_the_error_at_every_position(model, dtype,
 def test_means_are_those_of_the_states_of_transformers(model):
     found = error_growth(model, IDS, quantized(model), max_norm_change=None, batch_windows=2)
     before, after = theirs(model)
-    with fake_quantized(quantizable(model), SETTING):
+    with fake_quantized(quantizable(model), FORMAT):
         q_before, q_after = theirs(model)
     np.testing.assert_array_equal(before, q_before)  # the embedding keeps its weights
     u, du = after - before, q_after - after
@@ -135,7 +135,7 @@ def test_terms_of_a_later_block_are_those_of_the_paper(llama):
         weight.data.mul_(8)
     found = error_growth(deep, IDS, quantized(deep), max_norm_change=None)
     _, h1, h2 = theirs(deep)
-    with fake_quantized(quantizable(deep), SETTING):
+    with fake_quantized(quantizable(deep), FORMAT):
         _, q1, q2 = theirs(deep)
     h1, h2, q1, q2 = (x[:, 1:] for x in (h1, h2, q1, q2))
     u, dh = h2 - h1, q1 - h1
@@ -240,7 +240,7 @@ def test_either_source_of_error_can_be_alone(llama):
 
 
 def test_positions_whose_norm_changes_much_can_be_left_out(llama):
-    replacements = quantized(llama, Setting(2, 8))
+    replacements = quantized(llama, Format("int", 2, 8))
     with torch.inference_mode():
         states, _ = run_blocks(llama, decoder_blocks(llama), IDS)
     with swapped(llama, replacements), torch.inference_mode():

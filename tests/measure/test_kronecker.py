@@ -13,8 +13,8 @@ from qscale.measure.curvature.along import gauss_newton_along_each
 from qscale.measure.curvature.kronecker import kronecker_factors
 from qscale.measure.forms import quadratic_forms
 from qscale.model import _swap_conv1d, quantizable
+from qscale.quantize.format import Format
 from qscale.quantize.rtn import rtn
-from qscale.quantize.setting import Setting
 from tests.checkpoints import babble, build_model, train
 
 if TYPE_CHECKING:
@@ -108,8 +108,8 @@ def test_near_the_exact_block_of_a_trained_model(architecture: str) -> None:
     text = torch.tensor(list(babble(300, seed=5).encode()))
     windows = text[: 24 * 12].view(12, 24)
     weights = quantizable(model)
-    setting = Setting(fmt="int", bits=4, group_size=None)
-    errors = {name: rtn(w.detach(), setting) - w.detach() for name, w in weights.items()}
+    fmt = Format("int", 4)
+    errors = {name: rtn(w.detach(), fmt) - w.detach() for name, w in weights.items()}
     found = kronecker_factors(model, windows, list(errors), num_probes=8).quadratic(errors)
     exact = gauss_newton_along_each(model, windows, errors, batch_windows=12)
     ratio = np.log([found[name][0] / exact[name].gauss_newton.value for name in errors])

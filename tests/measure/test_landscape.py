@@ -24,14 +24,14 @@ from qscale.measure.loss import mean_and_se
 from qscale.measure.perturb import displaceable, window_losses
 from qscale.measure.weights import fake_quantized
 from qscale.model import quantizable
-from qscale.quantize.setting import Setting
+from qscale.quantize.format import Format
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from conftest import Tiny
 
-THREE_BITS = Setting(3, group_size=4)
+THREE_BITS = Format("int", 3, group_size=4)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from qscale.measure.curvature import head
 from qscale.measure.loss import bits_per_byte, compare, mean_and_se, reference
 from qscale.measure.subject import open_subject
 from qscale.measure.weights import fake_quantized
-from qscale.quantize.setting import Setting
+from qscale.quantize.format import Format
 from tests.checkpoints import build_family, save
 
 
@@ -153,7 +153,7 @@ print(peak() - before)
 def test_batches_and_chunks_change_nothing(either, monkeypatch):
     model, windows = either.checkpoint.model, either.evaluation
     base = reference(model, windows, batch_windows=1)
-    with fake_quantized(either.weights, Setting(3, 8)):
+    with fake_quantized(either.weights, Format("int", 3, 8)):
         once = compare(model, base, batch_windows=1)
         monkeypatch.setattr(head, "CHUNK_LOGITS", 256 * 7)
         for size in (3, 8, 1000):
@@ -176,11 +176,11 @@ def test_divergence_and_agreement_are_those_of_the_full_logits(subject):
     ids = torch.from_numpy(windows.ids)
     with torch.no_grad():
         p = log_softmax(model(input_ids=ids).logits[:, :-1].double(), dim=-1)
-        with fake_quantized(subject.weights, Setting(2, 8)):
+        with fake_quantized(subject.weights, Format("int", 2, 8)):
             q = log_softmax(model(input_ids=ids).logits[:, :-1].double(), dim=-1)
             found = compare(model, full)
     expected = kl_div(q, p, log_target=True, reduction="none").sum((1, 2)).numpy()
-    assert expected.min() > 0.1  # the setting is coarse enough to see something
+    assert expected.min() > 0.1  # the fmt is coarse enough to see something
     np.testing.assert_allclose(found.kl, expected, rtol=1e-4)
     agreements = (p.argmax(-1) == q.argmax(-1)).sum(1).numpy()
     assert (agreements < 31).any()

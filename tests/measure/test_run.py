@@ -26,11 +26,16 @@ from qscale.measure.run import measure
 from qscale.measure.subject import open_subject
 from qscale.measure.zerofit import agreement, zero_fit
 from qscale.provenance import TRAINING_COLUMNS
-from qscale.quantize.setting import MINMAX, Setting
+from qscale.quantize.setting import Setting
 from tests.checkpoints import build_model, save
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SETTINGS = [Setting(2, 8), Setting(4, 8), Setting(4, None, MINMAX), Setting(8, None)]
+SETTINGS = [
+    Setting.parse("rtn int2 g8"),
+    Setting.parse("rtn int4 g8"),
+    Setting.parse("rtn int4 row asym"),
+    Setting.parse("rtn int8 row"),
+]
 OPTIONS: dict[str, Any] = {
     "context": 32,
     "probe_windows": 4,
@@ -63,7 +68,7 @@ def test_rows_agree_with_the_parts_they_are_made_of(trained, text_file, rows):
     )
     tokens = full.counts.sum()
     for (_, row), setting in zip(rows.iterrows(), SETTINGS, strict=True):
-        with weights.fake_quantized(subject.weights, setting):
+        with weights.fake_quantized(subject.weights, setting.weights):
             found = compare(model, full)
         assert row["loss_fp"] == pytest.approx(full.nll.sum() / tokens, abs=1e-6)
         assert row["delta_loss"] == pytest.approx((found.nll - full.nll).sum() / tokens, abs=1e-6)
@@ -71,7 +76,7 @@ def test_rows_agree_with_the_parts_they_are_made_of(trained, text_file, rows):
         assert row["relative_delta"] == pytest.approx(row["delta_loss"] / row["loss_fp"])
         assert row["kl"] == pytest.approx(found.kl.sum() / tokens, abs=1e-6)
         assert row["top1_agreement"] == pytest.approx(found.agreements.sum() / tokens)
-        errors = weights.squared_errors(subject.weights, setting)
+        errors = weights.squared_errors(subject.weights, setting.weights)
         predicted = quadratic_delta(ggn, errors, subject.sizes)
         assert (row["quadratic_delta"], row["quadratic_delta_se"]) == pytest.approx(predicted)
         assert row["quantization_noise"] == pytest.approx(sum(errors.values()))
@@ -90,10 +95,10 @@ def test_rows_hold_the_whole_schema_and_tell_settings_apart(rows):
               "kronecker_")  # fmt: skip
     missing = {name for name in table.COLUMNS if name not in rows and not name.startswith(others)}
     assert missing == {
-        "bits_activation", "exponent_bits", "mantissa_bits", "quantized_share", "calibration",
-        "calibration_samples", "damping", "neg_log_accuracy",
+        "quantized_share", "calibration", "calibration_samples", "damping", "neg_log_accuracy",
     }  # fmt: skip
-    known = rows.drop(columns=list(TRAINING_COLUMNS)).drop(columns=["status_reason"])
+    floats = ["bits_activation", "exponent_bits", "mantissa_bits"]
+    known = rows.drop(columns=[*TRAINING_COLUMNS, *floats, "status_reason"])
     empty = known.columns[known.isna().any()]
     assert empty.tolist() == ["group_size", "weight_grid_bits"]  # one scale per row; on no grid
     assert (rows["features"] == "curvature,weights").all()
@@ -126,7 +131,9 @@ def test_unfitted_prediction_meets_the_measured_loss_of_a_trained_model(name, tm
         EXAMPLES / "checkpoints" / name,
         EXAMPLES / "texts" / "austen-wilde-darwin.txt",
         tmp_path / "rows.csv",
-        settings=[Setting(b, g) for b in (3, 4, 5, 6, 8) for g in (32, 64, None)],
+        settings=[
+            Setting.parse(f"rtn int{b} {g}") for b in (3, 4, 5, 6, 8) for g in ("g32", "g64", "row")
+        ],
         max_windows=200,
     )
     scored = agreement(found)
@@ -212,9 +219,9 @@ def test_another_protocol_or_other_probing_is_measured_anew(trained_llama, text_
 
 
 def test_a_loss_that_is_not_finite_is_a_row(trained_llama, text_file, tmp_path, monkeypatch):
-    def overflow(weight: torch.Tensor, setting: Setting) -> torch.Tensor:
+    def overflow(weight, fmt):
         # Products of such weights overflow, their sum of squares in float64 does not.
-        return torch.full_like(weight, 3e38) if setting.bits == 2 else weight
+        return torch.full_like(weight, 3e38) if fmt.bits == 2 else weight
 
     monkeypatch.setattr(weights, "rtn", overflow)
     found = go(trained_llama, text_file, tmp_path / "rows.csv").set_index("bits")
@@ -246,7 +253,10 @@ def test_eight_bits_that_lose_much_are_flagged(trained_llama, text_file, tmp_pat
 
 def test_groups_that_do_not_divide_rows_are_recorded(trained_llama, text_file, tmp_path):
     found = go(
-        trained_llama, text_file, tmp_path / "r.csv", settings=[Setting(4, 8), Setting(4, 10)]
+        trained_llama,
+        text_file,
+        tmp_path / "r.csv",
+        settings=[Setting.parse("rtn int4 g8"), Setting.parse("rtn int4 g10")],
     )
     # Rows of 16 and 24 elements; 10 divides none of the 14.
     assert found["n_ragged"].tolist() == [0, 14]
@@ -295,7 +305,7 @@ def test_writers_of_one_table_do_not_lose_each_others_rows(rows, tmp_path):
 
     def write(name: str) -> None:
         for bits in range(2, 9):
-            store.append(out, row | {"checkpoint": name, "bits": float(bits)})
+            store.append(out, row | {"checkpoint": name, "spec": f"rtn int{bits} row"})
 
     writers = [threading.Thread(target=write, args=(name,)) for name in "abc"]
     for writer in writers:
@@ -316,7 +326,7 @@ from qscale.measure.run import measure
 from qscale.quantize.setting import Setting
 measure(
     sys.argv[1], sys.argv[2], sys.argv[3],
-    settings=[Setting(b, 8) for b in range(2, 9)],
+    settings=[Setting.parse(f"rtn int{b} g8") for b in range(2, 9)],
     context=32, probe_windows=4, num_probes=3, max_hessian_probes=8,
     on_progress=lambda *_: time.sleep(0.02),
 )
@@ -340,7 +350,7 @@ def test_a_killed_run_leaves_a_table_and_is_finished_by_the_next(
     assert child.wait() == -signal.SIGKILL, "finished before it could be killed"
     left = store.read_rows(out)
     assert rows_before_kill <= len(left) < 7
-    settings = [Setting(bits, 8) for bits in range(2, 9)]
+    settings = [Setting.parse(f"rtn int{bits} g8") for bits in range(2, 9)]
     finished = go(trained_llama, text_file, out, settings=settings)
     assert finished["bits"].tolist() == list(range(2, 9))
     uninterrupted = go(trained_llama, text_file, tmp_path / "other.csv", settings=settings)

@@ -25,15 +25,15 @@ from qscale.measure.stream import (
 from qscale.measure.stream.spectral import spectral_norm
 from qscale.measure.weights import squared_errors, squared_norms
 from qscale.model import load, quantizable
+from qscale.quantize.format import ABSMAX_FULL, MINMAX, Format
 from qscale.quantize.rtn import rtn
-from qscale.quantize.setting import ABSMAX_FULL, MINMAX, Setting
 from qscale.shards import locate
 from tests.checkpoints import SIZES, build_family, build_model, save, train
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-SETTINGS = (Setting(4, 8), Setting(3, 7, MINMAX), Setting(2, None, ABSMAX_FULL))
+FORMATS = (Format("int", 4, 8), Format("int", 3, 7, MINMAX), Format("int", 2, None, ABSMAX_FULL))
 DENSE = ("llama", "gpt2", "neox", "opt", "qwen2", "qwen3", "olmo2", "gemma", "bloom", "mistral")
 
 
@@ -105,25 +105,25 @@ def test_features_are_those_of_the_whole_matrices(checkpoints, name):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "neox"])
 def test_rounding_errors_are_those_of_the_quantizer(checkpoints, name):
     folder, weights = checkpoints[name]
-    features = weight_features(folder, SETTINGS, spectral=False)
+    features = weight_features(folder, FORMATS, spectral=False)
     blocks = list(features.matrices.query("kind == 'block'")["matrix"])
-    assert list(features.settings["matrix"]) == [m for m in blocks for _ in SETTINGS]
+    assert list(features.formats["matrix"]) == [m for m in blocks for _ in FORMATS]
     errors, signal = [], 0.0
-    for index, row in features.settings.iterrows():
-        w, setting = weights[row["matrix"]], SETTINGS[index % len(SETTINGS)]
-        error = float((rtn(w.float(), setting).double() - w).square().sum())
+    for index, row in features.formats.iterrows():
+        w, fmt = weights[row["matrix"]], FORMATS[index % len(FORMATS)]
+        error = float((rtn(w.float(), fmt).double() - w).square().sum())
         assert row["squared_error"] == pytest.approx(error, rel=1e-5)
         assert row["sqnr_db"] == pytest.approx(10 * math.log10(w.square().sum() / error), rel=1e-5)
-        assert row["bits_per_weight"] == setting.bits_per_weight([w.shape])
+        assert row["bits_per_weight"] == fmt.bits_per_weight([w.shape])
         errors.append(error)
-        signal += float(w.square().sum()) / len(SETTINGS)
-    total = features.by_setting()
-    assert list(total["bits"]) == [s.bits for s in SETTINGS]
+        signal += float(w.square().sum()) / len(FORMATS)
+    total = features.by_format()
+    assert list(total["bits"]) == [s.bits for s in FORMATS]
     for index, row in total.iterrows():
-        error = sum(errors[index :: len(SETTINGS)])
+        error = sum(errors[index :: len(FORMATS)])
         assert row["sqnr_db"] == pytest.approx(10 * math.log10(signal / error), rel=1e-5)
         shapes = [weights[m].shape for m in blocks]
-        assert row["bits_per_weight"] == pytest.approx(SETTINGS[index].bits_per_weight(shapes))
+        assert row["bits_per_weight"] == pytest.approx(FORMATS[index].bits_per_weight(shapes))
 
 
 def test_groups_of_a_row_and_its_shorter_last_group(tmp_path):
@@ -160,7 +160,7 @@ def test_outliers_are_counted_on_the_very_threshold(tmp_path, dtype):
 
 def test_a_constant_matrix_and_one_of_zeros_have_no_kurtosis(tmp_path):
     weights = {f"model.layers.{i}.a.weight": torch.full((3, 20), i / 2) for i in range(2)}
-    frame = weight_features(write(tmp_path, weights), SETTINGS[:1]).matrices
+    frame = weight_features(write(tmp_path, weights), FORMATS[:1]).matrices
     assert frame["kurtosis"].isna().all()
     assert frame["frobenius_norm"].tolist() == pytest.approx([0, math.sqrt(15)])
     assert frame["spectral_norm"].tolist() == pytest.approx([0, math.sqrt(15)])
@@ -172,12 +172,12 @@ def test_shards_and_block_sizes_change_nothing(checkpoints, tmp_path):
     model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path, max_shard_size=2000)
     assert len(list(tmp_path.glob("*.safetensors"))) >= 5
-    whole = weight_features(folder, SETTINGS)
+    whole = weight_features(folder, FORMATS)
     for other in (
-        weight_features(tmp_path, SETTINGS),
-        weight_features(folder, SETTINGS, block_elements=100),
+        weight_features(tmp_path, FORMATS),
+        weight_features(folder, FORMATS, block_elements=100),
     ):
-        for name in ("matrices", "settings", "totals"):
+        for name in ("matrices", "formats", "totals"):
             one = getattr(whole, name)
             key = one.columns[0]
             two = getattr(other, name).set_index(key).loc[one[key].unique()].reset_index()
@@ -232,8 +232,8 @@ def test_names_to_quantize_are_those_of_the_model(architecture, tmp_path):
 def test_experts_are_matrices_of_their_own(architecture, tmp_path):
     """Files hold gate and up of each expert; the model has them stacked, with the same rows."""
     save(build(architecture), tmp_path)
-    setting = Setting(3, 8)
-    features = weight_features(tmp_path, [setting], spectral=False)
+    fmt = Format("int", 3, 8)
+    features = weight_features(tmp_path, [fmt], spectral=False)
     frame = features.matrices
     blocks = frame[frame["kind"] == BLOCK]
     weights = quantizable(load(tmp_path).model)
@@ -241,9 +241,9 @@ def test_experts_are_matrices_of_their_own(architecture, tmp_path):
     assert experts == 2 * 4
     assert len(blocks) == len(weights) + experts
     assert blocks["n"].sum() == sum(w.numel() for w in weights.values())
-    total = features.by_setting().iloc[0]
+    total = features.by_format().iloc[0]
     assert total["squared_norm"] == pytest.approx(sum(squared_norms(weights).values()), rel=1e-6)
-    errors = sum(squared_errors(weights, setting).values())
+    errors = sum(squared_errors(weights, fmt).values())
     assert total["squared_error"] == pytest.approx(errors, rel=1e-5)
     routers = frame[frame["matrix"].str.endswith("gate.weight")]
     assert len(routers) == 2
@@ -254,12 +254,12 @@ def test_fused_experts_are_split_and_turned(tmp_path):
     """Rows are outputs: gpt-oss stores fused experts as (experts, in, out)."""
     w = normal(3, 16, 40)
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    frame = weight_features(write(tmp_path, {name: w}, "gpt_oss"), SETTINGS[:1])
+    frame = weight_features(write(tmp_path, {name: w}, "gpt_oss"), FORMATS[:1])
     assert list(frame.matrices["matrix"]) == [f"{name}[{e}]" for e in range(3)]
     assert frame.matrices[["rows", "columns"]].to_numpy().tolist() == [[40, 16]] * 3
-    for e, error in enumerate(frame.settings["squared_error"]):
+    for e, error in enumerate(frame.formats["squared_error"]):
         turned = w[e].T.contiguous()
-        assert error == pytest.approx(float((rtn(turned, SETTINGS[0]) - turned).square().sum()))
+        assert error == pytest.approx(float((rtn(turned, FORMATS[0]) - turned).square().sum()))
 
 
 def test_spectral_norm_states_its_residual(tmp_path):
@@ -281,7 +281,7 @@ def test_spectral_norm_states_its_residual(tmp_path):
 
 
 def quantized(w: torch.Tensor, bits: int, size: int | None, rule: str = MINMAX) -> torch.Tensor:
-    return rtn(w, Setting(bits, size, rule))
+    return rtn(w, Format("int", bits, size, rule))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

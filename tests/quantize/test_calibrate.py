@@ -12,10 +12,10 @@ from qscale.errors import CheckpointError, TextError
 from qscale.model import _swap_conv1d, load, quantizable
 from qscale.quantize.calibrate import gptq_model, require_disjoint
 from qscale.quantize.gptq import gptq
-from qscale.quantize.setting import ABSMAX_FULL, GPTQ, MINMAX, Setting
+from qscale.quantize.setting import Setting
 from tests.checkpoints import build_family, build_model
 
-SETTING = Setting(3, 8, MINMAX, method=GPTQ)
+SETTING = Setting.parse("gptq int3 g8 asym act_order=no")
 
 
 def built(family: str):
@@ -65,7 +65,7 @@ def test_each_matrix_is_quantized_on_its_inputs_behind_quantized_blocks(family):
         weights[n].data = found.weights[n]
     grams |= {n: inputs_of(model, n, ids) for n in weights if n not in first}
     for n, gram in grams.items():
-        expected = gptq(before[n], gram, SETTING).weight
+        expected = gptq(before[n], gram, SETTING.weights).weight
         assert ((found.weights[n] - expected).abs() < 1e-5).double().mean() > 0.98, n
 
 
@@ -112,8 +112,9 @@ def test_first_block_is_quantized_as_by_llm_compressor():
     stored = np.load(root / "tests/fixtures/gptq_llmcompressor.npz")
     ids = torch.from_numpy(stored["ids"].astype(np.int64))
     weights = quantizable(model)
-    for bits, rule in ((4, ABSMAX_FULL), (3, MINMAX)):
-        found = gptq_model(model, weights, ids, Setting(bits, 32, rule), act_order=True).weights
+    for bits, rule in ((4, "full"), (3, "asym")):
+        setting = Setting.parse(f"gptq int{bits} g32 {rule}")
+        found = gptq_model(model, weights, ids, setting).weights
         for name in ("self_attn.q_proj", "mlp.up_proj"):
             expected = torch.from_numpy(stored[f"{name}-{bits}"])
             own = found[f"model.layers.0.{name}.weight"][: len(expected)]

@@ -11,19 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qscale.errors import QscaleError
-from qscale.quantize.gptq import gptq
-from qscale.quantize.rtn import grid, rtn
-from qscale.quantize.setting import (
+from qscale.quantize.format import (
     ABSMAX_FULL,
     ABSMAX_RESTRICTED,
-    GPTQ,
     MINMAX,
-    SCALE_RULES,
-    Setting,
+    Format,
 )
+from qscale.quantize.gptq import gptq
+from qscale.quantize.rtn import grid, rtn
 
-SETTINGS = [
-    Setting(bits, group, rule)
+SCALE_RULES = (ABSMAX_RESTRICTED, ABSMAX_FULL, MINMAX)
+FORMATS = [
+    Format("int", bits, group, rule)
     for bits, group, rule in itertools.product((2, 3, 4, 8), (None, 3, 4, 100), SCALE_RULES)
 ]
 
@@ -45,21 +44,21 @@ def reconstruction(weight: torch.Tensor, quantized: torch.Tensor, gram: torch.Te
     return float(((error @ gram.double()) * error).sum())
 
 
-def by_least_squares(weight, gram, setting, act_order=False):
+def by_least_squares(weight, gram, fmt, act_order=False):
     """Round one column after another and solve anew for all that follow, from the definition.
 
     Given the rounded columns R, the others F minimise the output error where
     ``(w - w0)_F H_FF = -(q - w0)_R H_RF``.
     """
     columns = weight.shape[1]
-    size = setting.group_size or columns
+    size = fmt.group_size or columns
     order = gram.diagonal().argsort(descending=True).tolist() if act_order else range(columns)
     now, done, grids = weight.clone(), [], {}
     for j in order:
         first = j // size * size
         if first not in grids:
             source = weight if act_order else now
-            grids[first] = grid(source[:, first : first + size], setting)
+            grids[first] = grid(source[:, first : first + size], fmt)
         now[:, j : j + 1] = grids[first].round(now[:, j : j + 1])
         done.append(j)
         free = [k for k in order if k not in done]
@@ -71,16 +70,16 @@ def by_least_squares(weight, gram, setting, act_order=False):
 
 # The full rule puts the largest weight of a group midway between two levels, where the last bit
 # of the arithmetic decides; the others do not.
-UNTIED = [setting for setting in SETTINGS if setting.scale_rule != ABSMAX_FULL]
+UNTIED = [fmt for fmt in FORMATS if fmt.scale_rule != ABSMAX_FULL]
 
 
-@pytest.mark.parametrize("setting", UNTIED, ids=str)
+@pytest.mark.parametrize("fmt", UNTIED, ids=str)
 @pytest.mark.parametrize("act_order", [False, True])
-def test_columns_are_the_least_squares_answer_to_those_already_rounded(setting, act_order):
+def test_columns_are_the_least_squares_answer_to_those_already_rounded(fmt, act_order):
     weight, x = matrix(4, 11, seed=0), inputs(11, seed=0)
     gram = x @ x.T
-    found = gptq(weight, gram, setting, act_order=act_order, damping=0, block_size=4)
-    expected = by_least_squares(weight, gram, setting, act_order=act_order)
+    found = gptq(weight, gram, fmt, act_order=act_order, damping=0, block_size=4)
+    expected = by_least_squares(weight, gram, fmt, act_order=act_order)
     torch.testing.assert_close(found.weight, expected, rtol=1e-9, atol=1e-9)
     assert found.damping == 0
     assert not found.dead.any()
@@ -88,41 +87,43 @@ def test_columns_are_the_least_squares_answer_to_those_already_rounded(setting, 
 
 def test_damping_adds_to_the_diagonal_relative_to_its_mean():
     weight, x = matrix(4, 11, seed=1), inputs(11, seed=1)
-    gram, setting = x @ x.T, Setting(3, 4, MINMAX)
+    gram, fmt = x @ x.T, Format("int", 3, 4, MINMAX)
     damped = gram + 0.3 * gram.diagonal().mean() * torch.eye(11, dtype=torch.float64)
-    found = gptq(weight, gram, setting, damping=0.3)
-    torch.testing.assert_close(found.weight, by_least_squares(weight, damped, setting))
+    found = gptq(weight, gram, fmt, damping=0.3)
+    torch.testing.assert_close(found.weight, by_least_squares(weight, damped, fmt))
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_uncorrelated_inputs_of_one_size_give_round_to_nearest_to_the_bit(setting):
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_uncorrelated_inputs_of_one_size_give_round_to_nearest_to_the_bit(fmt):
     weight = matrix(5, 10, seed=2).float()
     for act_order in (False, True):
-        found = gptq(weight, 7 * torch.eye(10), setting, act_order=act_order, block_size=3)
+        found = gptq(weight, 7 * torch.eye(10), fmt, act_order=act_order, block_size=3)
         assert found.weight.dtype == torch.float32
-        assert torch.equal(found.weight, rtn(weight, setting))
+        assert torch.equal(found.weight, rtn(weight, fmt))
 
 
 def test_uncorrelated_inputs_of_unequal_size_too():
     weight = matrix(5, 10, seed=2).float()
     gram = torch.diag(torch.linspace(0.1, 9, 10))
-    assert torch.equal(gptq(weight, gram, Setting(2, 4)).weight, rtn(weight, Setting(2, 4)))
+    assert torch.equal(
+        gptq(weight, gram, Format("int", 2, 4)).weight, rtn(weight, Format("int", 2, 4))
+    )
 
 
 @given(
     seed=st.integers(0, 10**6),
     columns=st.integers(1, 12),
-    setting=st.sampled_from(SETTINGS),
+    fmt=st.sampled_from(FORMATS),
     act_order=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
 def test_reconstruction_error_is_the_sum_over_columns_and_below_its_bound(
-    seed, columns, setting, act_order
+    seed, columns, fmt, act_order
 ):
     """Nothing rounds by more than half a step unless it is clipped, whatever the inputs."""
     weight, x = matrix(3, columns, seed), inputs(columns, seed)
     gram = x @ x.T
-    found = gptq(weight, gram, setting, act_order=act_order, damping=0).weight
+    found = gptq(weight, gram, fmt, act_order=act_order, damping=0).weight
     order = gram.diagonal().argsort(descending=True) if act_order else torch.arange(columns)
     # H = R R^T with R upper triangular: the error is |(W - Q) R|^2, and column j of (W - Q) R is
     # what column j was off by when it was rounded, times R_jj.
@@ -132,41 +133,41 @@ def test_reconstruction_error_is_the_sum_over_columns_and_below_its_bound(
         float((off * root.diagonal()).square().sum()), rel=1e-6
     )
     if (
-        act_order and setting in UNTIED
+        act_order and fmt in UNTIED
     ):  # grids are known beforehand: moved values are found on them by rounding
-        size = setting.group_size or columns
+        size = fmt.group_size or columns
         moved = found.clone()
         moved[:, order] = found[:, order] + off
         for first in range(0, columns, size):
             part = slice(first, first + size)
-            expected = grid(weight[:, part], setting).round(moved[:, part])
+            expected = grid(weight[:, part], fmt).round(moved[:, part])
             torch.testing.assert_close(found[:, part], expected, rtol=1e-6, atol=1e-6)
 
 
-@given(seed=st.integers(0, 10**6), setting=st.sampled_from(SETTINGS))
+@given(seed=st.integers(0, 10**6), fmt=st.sampled_from(FORMATS))
 @settings(max_examples=60, deadline=None)
-def test_a_matrix_is_reconstructed_better_than_by_rounding(seed, setting):
+def test_a_matrix_is_reconstructed_better_than_by_rounding(seed, fmt):
     """One row may come out worse, as the choice is greedy; a matrix of many does not."""
     weight, x = matrix(48, 24, seed).float(), inputs(24, seed).float()
     gram = x @ x.T
-    rounded = reconstruction(weight, rtn(weight, setting), gram)
+    rounded = reconstruction(weight, rtn(weight, fmt), gram)
     for act_order in (False, True):
-        found = gptq(weight, gram, setting, act_order=act_order).weight
+        found = gptq(weight, gram, fmt, act_order=act_order).weight
         assert reconstruction(weight, found, gram) < 0.9 * rounded
 
 
 def test_against_every_choice_of_levels_for_three_weights():
     """Never better than the best of all 4^3 choices, often that one, seldom worse than rounding."""
-    setting, best, better = Setting(2, None, ABSMAX_FULL), 0, 0
+    fmt, best, better = Format("int", 2, None, ABSMAX_FULL), 0, 0
     for seed in range(200):
         weight, x = matrix(1, 3, seed), inputs(3, seed)
         gram = x @ x.T
-        levels = grid(weight, setting)
+        levels = grid(weight, fmt)
         choices = torch.cartesian_prod(*[torch.arange(-2.0, 2, dtype=torch.float64)] * 3)
         values = choices * levels.step
         errors = torch.einsum("ci,ij,cj->c", weight - values, gram, weight - values)
-        found = reconstruction(weight, gptq(weight, gram, setting, damping=0).weight, gram)
-        nearest = reconstruction(weight, rtn(weight, setting), gram)
+        found = reconstruction(weight, gptq(weight, gram, fmt, damping=0).weight, gram)
+        nearest = reconstruction(weight, rtn(weight, fmt), gram)
         assert float(errors.min()) <= found * (1 + 1e-9)
         best += found <= float(errors.min()) * (1 + 1e-9)
         better += found <= nearest * (1 + 1e-9)
@@ -177,18 +178,22 @@ def test_against_every_choice_of_levels_for_three_weights():
 def test_block_size_and_scale_of_the_gram_matrix_change_nothing():
     weight, x = matrix(6, 40, seed=3), inputs(40, seed=3)
     gram = x @ x.T
-    for setting in (Setting(3, 16, MINMAX), Setting(4, None), Setting(3, 7, ABSMAX_FULL)):
-        expected = gptq(weight, gram, setting).weight
+    for fmt in (
+        Format("int", 3, 16, MINMAX),
+        Format("int", 4, None),
+        Format("int", 3, 7, ABSMAX_FULL),
+    ):
+        expected = gptq(weight, gram, fmt).weight
         for block_size in (1, 5, 16, 1000):
-            found = gptq(weight, gram * 1e-9, setting, block_size=block_size)
+            found = gptq(weight, gram * 1e-9, fmt, block_size=block_size)
             torch.testing.assert_close(found.weight, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_rows_do_not_depend_on_each_other():
     weight, x = matrix(6, 20, seed=4), inputs(20, seed=4)
-    gram, setting = x @ x.T, Setting(3, 8, MINMAX)
-    whole = gptq(weight, gram, setting).weight
-    alone = [gptq(row[None], gram, setting).weight for row in weight]
+    gram, fmt = x @ x.T, Format("int", 3, 8, MINMAX)
+    whole = gptq(weight, gram, fmt).weight
+    alone = [gptq(row[None], gram, fmt).weight for row in weight]
     torch.testing.assert_close(whole, torch.cat(alone), rtol=1e-9, atol=1e-9)
 
 
@@ -196,24 +201,24 @@ def test_dead_columns_are_rounded_to_nearest_and_the_others_pay_them_no_heed():
     weight, x = matrix(4, 12, seed=5), inputs(12, seed=5)
     x[[2, 7]] = 0
     live = [j for j in range(12) if j not in {2, 7}]
-    gram, setting = x @ x.T, Setting(3, None, ABSMAX_RESTRICTED)
+    gram, fmt = x @ x.T, Format("int", 3, None, ABSMAX_RESTRICTED)
     for act_order in (False, True):
-        found = gptq(weight, gram, setting, act_order=act_order, damping=1e-9)
+        found = gptq(weight, gram, fmt, act_order=act_order, damping=1e-9)
         assert found.dead.nonzero().flatten().tolist() == [2, 7]
-        levels = grid(weight, setting)
+        levels = grid(weight, fmt)
         torch.testing.assert_close(found.weight[:, [2, 7]], levels.round(weight[:, [2, 7]]))
         changed = weight.clone()
         changed[:, [2, 7]] *= 0.5  # the largest of each row is elsewhere
         assert torch.equal(changed.abs().amax(1), weight.abs().amax(1))
-        again = gptq(changed, gram, setting, act_order=act_order, damping=1e-9)
+        again = gptq(changed, gram, fmt, act_order=act_order, damping=1e-9)
         torch.testing.assert_close(again.weight[:, live], found.weight[:, live])
 
 
 def test_no_calibration_inputs_at_all_give_round_to_nearest():
     weight = matrix(4, 12, seed=6).float()
-    found = gptq(weight, torch.zeros(12, 12), Setting(3, 4))
+    found = gptq(weight, torch.zeros(12, 12), Format("int", 3, 4))
     assert found.dead.all()
-    assert torch.equal(found.weight, rtn(weight, Setting(3, 4)))
+    assert torch.equal(found.weight, rtn(weight, Format("int", 3, 4)))
 
 
 def test_damping_climbs_until_the_gram_matrix_is_positive_definite():
@@ -221,21 +226,21 @@ def test_damping_climbs_until_the_gram_matrix_is_positive_definite():
     few = inputs(12, seed=7, tokens=3)  # rank 3
     gram = few @ few.T
     gram = (gram + gram.T) / 2 - 0.05 * gram.diagonal().mean() * torch.eye(12, dtype=torch.float64)
-    found = gptq(weight, gram, Setting(4, 4), damping=0.001)
+    found = gptq(weight, gram, Format("int", 4, 4), damping=0.001)
     assert found.damping == pytest.approx(0.1)
     assert torch.isfinite(found.weight).all()
-    expected = gptq(weight, gram, Setting(4, 4), damping=0.1)
+    expected = gptq(weight, gram, Format("int", 4, 4), damping=0.1)
     assert torch.equal(found.weight, expected.weight)
-    assert gptq(weight, few @ few.T, Setting(4, 4)).damping == 0.01
+    assert gptq(weight, few @ few.T, Format("int", 4, 4)).damping == 0.01
 
 
 def test_ill_conditioned_inputs_keep_float32_close_to_float64():
     """Condition number 1e8 before damping, as for inputs that one direction dominates."""
     weight, x = matrix(16, 64, seed=8), inputs(64, seed=8, tokens=500)
     x *= torch.logspace(0, -3, 64, dtype=torch.float64)[:, None]
-    gram, setting = x @ x.T, Setting(4, 16, MINMAX)
-    exact = gptq(weight, gram, setting).weight
-    single = gptq(weight.float(), gram.float(), setting).weight
+    gram, fmt = x @ x.T, Format("int", 4, 16, MINMAX)
+    exact = gptq(weight, gram, fmt).weight
+    single = gptq(weight.float(), gram.float(), fmt).weight
     same = ((single.double() - exact).abs() < 1e-4).double().mean()
     assert same > 0.99
     assert reconstruction(weight, single, gram) == pytest.approx(
@@ -249,14 +254,9 @@ def test_neither_weight_nor_gram_matrix_is_modified():
     gram[0], gram[:, 0] = 0, 0
     before = weight.clone(), gram.clone()
     for act_order in (False, True):
-        gptq(weight, gram, Setting(2, 4), act_order=act_order)
+        gptq(weight, gram, Format("int", 2, 4), act_order=act_order)
     assert torch.equal(weight, before[0])
     assert torch.equal(gram, before[1])
-
-
-def test_rounding_refuses_a_setting_that_asks_for_gptq():
-    with pytest.raises(QscaleError, match=r"method must be rtn to round\. Got gptq"):
-        rtn(torch.ones(2, 2), Setting(4, method=GPTQ))
 
 
 def test_impossible_arguments_are_refused():
@@ -272,4 +272,4 @@ def test_impossible_arguments_are_refused():
     ]
     for arguments, options, message in cases:
         with pytest.raises(QscaleError, match=message):
-            gptq(*arguments, Setting(4), **options)
+            gptq(*arguments, Format("int", 4), **options)

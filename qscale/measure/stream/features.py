@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from qscale.checkpoint import is_buffer, read_config
-from qscale.errors import CheckpointError
+from qscale.errors import CheckpointError, QscaleError
 from qscale.hub import find
 from qscale.matrices import BLOCK, EMBEDDING, HEAD, KINDS, Matrix, matrices
 from qscale.measure.stream.blocks import BLOCK_ELEMENTS
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from qscale.measure.stream.moments import Sums
-    from qscale.quantize.setting import Setting
+    from qscale.quantize.format import Format
 
     Progress = Callable[[int, int], None]
 
@@ -50,9 +50,9 @@ class WeightFeatures:
         along a row; ``grid_bits`` and ``grid_group_size`` of the grid that the weights sit on
         already, null for none, where a null group is the whole row; and, if asked for,
         ``spectral_norm``, ``stable_rank``, ``spectral_residual`` and ``spectral_products``.
-    settings
-        One row for each matrix in the blocks and each quantizer setting: ``matrix``, the
-        setting's columns, ``squared_norm``, ``squared_error``, ``sqnr_db`` and
+    formats
+        One row for each matrix in the blocks and each number format: ``matrix``, the
+        format's columns, ``squared_norm``, ``squared_error``, ``sqnr_db`` and
         ``bits_per_weight``.
     totals
         One row for each kind of tensor and one for ``all``: ``kind``, ``tensors``, ``n``,
@@ -61,14 +61,14 @@ class WeightFeatures:
     """
 
     matrices: pd.DataFrame
-    settings: pd.DataFrame
+    formats: pd.DataFrame
     totals: pd.DataFrame
 
-    def by_setting(self) -> pd.DataFrame:
-        """Squared error, SQNR and bits per weight of each setting, over all matrices in blocks."""
-        keys = [c for c in self.settings.columns if c not in ("matrix", *_MEASURED)]
-        frame = self.settings.assign(
-            n=self.settings["matrix"].map(self.matrices.set_index("matrix")["n"])
+    def by_format(self) -> pd.DataFrame:
+        """Squared error, SQNR and bits per weight of each format, over all matrices in blocks."""
+        keys = [c for c in self.formats.columns if c not in ("matrix", *_MEASURED)]
+        frame = self.formats.assign(
+            n=self.formats["matrix"].map(self.matrices.set_index("matrix")["n"])
         )
         frame["stored"] = frame["bits_per_weight"] * frame["n"]
         columns = ["n", "stored", "squared_norm", "squared_error"]
@@ -89,7 +89,7 @@ class WeightFeatures:
         return (
             f"{len(found)} of {len(blocks)} matrices sit on a quantization grid already, "
             f"{count:g} of them on one of {bits:g} bits per {where}. Quantizing to that grid again "
-            "costs nothing; any other setting starts from weights that were rounded before."
+            "costs nothing; any other format starts from weights that were rounded before."
         )
 
 
@@ -107,7 +107,7 @@ _MEASURED = ("squared_norm", "squared_error", "sqnr_db", "bits_per_weight")
 
 def weight_features(
     checkpoint: str | Path,
-    settings: Sequence[Setting] = (),
+    formats: Sequence[Format] = (),
     *,
     spectral: bool = True,
     on_progress: Progress | None = None,
@@ -125,8 +125,8 @@ def weight_features(
     checkpoint
         Hugging Face folder with ``config.json`` and safetensors weights, or a hub id,
         ``org/name`` or ``org/name@revision``.
-    settings
-        Quantizer settings to try on the matrices in the blocks.
+    formats
+        Number formats to try on the matrices in the blocks.
     spectral
         Whether to approach spectral norms, which take most of the time.
     on_progress
@@ -138,14 +138,19 @@ def weight_features(
     ------
     CheckpointError
         If a file is missing or damaged, or a weight is not finite.
+    QscaleError
+        If levels of a format depend on more than a row, which the stream does not see at once.
     """
+    for fmt in formats:
+        if not fmt.rowwise:
+            raise QscaleError(f"Format {fmt} needs a whole matrix at once, not a stream of rows.")
     config, tensors = open_weights(checkpoint)
     found = matrices(tensors, config["model_type"])
     every = [*found, *_vectors(tensors, found)]
     total = sum(m.stored.stop - m.stored.start for m in every)
 
     def work(matrix: Matrix) -> _Part:
-        return _part(matrix, settings, block_elements, spectral=spectral)
+        return _part(matrix, formats, block_elements, spectral=spectral)
 
     done = 0
     parts = []
@@ -210,9 +215,9 @@ def _vectors(tensors: dict[str, StoredTensor], found: list[Matrix]) -> list[Matr
     ]
 
 
-def _part(matrix: Matrix, settings: Sequence[Setting], elements: int, *, spectral: bool) -> _Part:
+def _part(matrix: Matrix, formats: Sequence[Format], elements: int, *, spectral: bool) -> _Part:
     """Stream one matrix and describe it."""
-    wanted = settings if matrix.kind == BLOCK else ()
+    wanted = formats if matrix.kind == BLOCK else ()
     part = sums(matrix, wanted, elements)
     row = {} if matrix.kind == VECTOR else _row(matrix, part, elements, spectral=spectral)
     return _Part(row, _tried(matrix, part, wanted), (matrix.kind, part.size, part.squares))
@@ -254,18 +259,18 @@ def _row(matrix: Matrix, part: Sums, elements: int, *, spectral: bool) -> dict[s
     return row
 
 
-def _tried(matrix: Matrix, part: Sums, settings: Sequence[Setting]) -> list[dict[str, Any]]:
-    """Describe what each setting does to one matrix."""
+def _tried(matrix: Matrix, part: Sums, formats: Sequence[Format]) -> list[dict[str, Any]]:
+    """Describe what each format does to one matrix."""
     return [
         {
             "matrix": matrix.name,
-            **setting.columns(),
+            **fmt.columns(),
             "squared_norm": part.squares,
             "squared_error": error,
             "sqnr_db": sqnr_db(part.squares, error),
-            "bits_per_weight": setting.bits_per_weight([matrix.shape]),
+            "bits_per_weight": fmt.bits_per_weight([matrix.shape]),
         }
-        for setting, error in zip(settings, part.errors, strict=True)
+        for fmt, error in zip(formats, part.errors, strict=True)
     ]
 
 

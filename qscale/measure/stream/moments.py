@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from qscale.matrices import Matrix
-    from qscale.quantize.setting import Setting
+    from qscale.quantize.format import Format
 
 GROUP = 128
 """Consecutive elements of a row in one group; the last group of a row may be shorter."""
@@ -42,7 +42,7 @@ class Sums:
         For each group of `GROUP`, in row order: its elements, the sums of w^2 and of w^4, and the
         largest absolute value.
     errors
-        Squared Frobenius norm of the error of each quantizer setting.
+        Squared Frobenius norm of the error of each number format.
     """
 
     size: int
@@ -96,15 +96,15 @@ class Sums:
         return self.group_sizes[used] * self.group_fourths[used] / squares**2
 
 
-def sums(matrix: Matrix, settings: Sequence[Setting] = (), elements: int = BLOCK_ELEMENTS) -> Sums:
+def sums(matrix: Matrix, formats: Sequence[Format] = (), elements: int = BLOCK_ELEMENTS) -> Sums:
     """Read a matrix once and sum what its features need, float32 in a block, float64 beyond.
 
     Parameters
     ----------
     matrix
         What to read.
-    settings
-        Quantizer settings to form the error of.
+    formats
+        Number formats to form the error of.
     elements
         Size of a block.
 
@@ -116,7 +116,7 @@ def sums(matrix: Matrix, settings: Sequence[Setting] = (), elements: int = BLOCK
     rows, columns = matrix.shape
     groups = -(-columns // GROUP)
     squares, roots, peaks = (torch.empty(rows, groups) for _ in range(3))
-    errors = torch.empty(len(settings), rows)
+    errors = torch.empty(len(formats), rows)
     scratch = torch.empty(min(rows, max(1, elements // columns)), groups * GROUP)
     first = third = 0.0
     for start, block in float_blocks(matrix, elements, multiple=GROUP):
@@ -130,8 +130,8 @@ def sums(matrix: Matrix, settings: Sequence[Setting] = (), elements: int = BLOCK
             refuse_nonfinite(block, start, matrix)
         first += float(block.sum())
         third += float(torch.dot(block.view(-1), second.view(-1)))
-        for row, setting in zip(errors, settings, strict=True):
-            row[at] = _squared_errors(block[:, :columns], setting)
+        for row, fmt in zip(errors, formats, strict=True):
+            row[at] = _squared_errors(block[:, :columns], fmt)
     sizes = np.full((rows, groups), GROUP)
     sizes[:, -1] = columns - (groups - 1) * GROUP
     return Sums(
@@ -146,9 +146,9 @@ def sums(matrix: Matrix, settings: Sequence[Setting] = (), elements: int = BLOCK
     )
 
 
-def _squared_errors(block: torch.Tensor, setting: Setting) -> torch.Tensor:
+def _squared_errors(block: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Squared norm of each row's quantization error."""
-    return rtn(block, setting).sub_(block).square_().sum(-1)
+    return rtn(block, fmt).sub_(block).square_().sum(-1)
 
 
 def outliers(matrix: Matrix, sigma: float, elements: int = BLOCK_ELEMENTS) -> tuple[int, ...]:

@@ -1,0 +1,223 @@
+"""Levels that a format gives each group of values, and rounding to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from qscale.errors import QscaleError
+from qscale.quantize import format as formats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from qscale.quantize.format import Format
+
+E2M1_TOP, E4M3_TOP = 6.0, 448.0
+CLIPS = tuple(1 - 0.02 * i for i in range(40))
+"""Shares of a group's range that a clipped format tries."""
+
+# Levels of NF4: quantiles of a Gaussian, zero among them (arXiv:2305.14314, appendix E).
+NF4_LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+
+
+class Grid(Protocol):
+    """Levels of each group, which rounding goes to."""
+
+    def round(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the level nearest to each value."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IntegerGrid:
+    """Levels ``(k - zero) * step`` for the integers ``k`` from ``bottom`` to ``top``.
+
+    Parameters
+    ----------
+    step, zero
+        One for each group; their shape broadcasts against the values. ``zero`` is None where
+        level 0 is the value 0.
+    bottom, top
+        Integers of the lowest and the highest level.
+    """
+
+    step: torch.Tensor
+    zero: torch.Tensor | None
+    bottom: int
+    top: int
+
+    def round(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the level nearest to each value.
+
+        Ties round to even. With a zero point, rounding comes last, so that ties fall as in
+        compressed-tensors.
+        """
+        levels = values / self.step
+        if self.zero is None:
+            return levels.round_().clamp_(self.bottom, self.top).mul_(self.step)
+        levels = levels.add_(self.zero).clamp_(self.bottom, self.top).round_()
+        return levels.sub_(self.zero).mul_(self.step)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FloatGrid:
+    """Levels of a small float format, or of a table, times ``step``.
+
+    Parameters
+    ----------
+    step
+        One for each group; its shape broadcasts against the values.
+    cast
+        Rounds values to the format's own levels.
+    """
+
+    step: torch.Tensor
+    cast: Callable[[torch.Tensor], torch.Tensor]
+
+    def round(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the level nearest to each value."""
+        return self.cast(values / self.step).mul_(self.step)
+
+
+def to_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Round to 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, ties to even mantissas."""
+    size = values.abs().clamp_(max=E2M1_TOP)
+    # A binade's spacing: 1/2 below 2, 1 below 4, else 2.
+    spacing = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0)).to(values.dtype)
+    return size.div_(spacing).round_().mul_(spacing).copysign_(values)
+
+
+def to_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """Round to torch's ``float8_e4m3fn``, values beyond its largest to that."""
+    clamped = values.clamp(-E4M3_TOP, E4M3_TOP)
+    return clamped.to(torch.float8_e4m3fn).to(values.dtype)
+
+
+def to_nf4(values: torch.Tensor) -> torch.Tensor:
+    """Round to the nearest of `NF4_LEVELS`."""
+    levels = torch.tensor(NF4_LEVELS, dtype=values.dtype, device=values.device)
+    return levels[torch.bucketize(values, (levels[1:] + levels[:-1]) / 2)]
+
+
+_CASTS = {
+    formats.MXFP4: (to_e2m1, E2M1_TOP),
+    formats.MXFP8: (to_e4m3, E4M3_TOP),
+    formats.NVFP4: (to_e2m1, E2M1_TOP),
+    formats.FP8: (to_e4m3, E4M3_TOP),
+    formats.NF4: (to_nf4, 1.0),
+}
+_EXPONENT = {formats.MXFP4: 2, formats.MXFP8: 8}  # floor(log2) of the largest level
+
+
+def grid(
+    groups: torch.Tensor,
+    fmt: Format,
+    dim: int | tuple[int, ...] = -1,
+    whole: torch.Tensor | None = None,
+) -> Grid:
+    """Choose the grid of each group by a format's scale rule.
+
+    Parameters
+    ----------
+    groups
+        Values; those of one group lie along ``dim``.
+    fmt
+        The format.
+    dim
+        Axes that are reduced, and kept with length 1.
+    whole
+        Largest magnitude of all that shares NVFP4's second scale, a shape that broadcasts; by
+        default that of ``groups``.
+
+    Raises
+    ------
+    QscaleError
+        If only an outside library rounds to the format.
+    """
+    low, high = groups.amin(dim, keepdim=True), groups.amax(dim, keepdim=True)
+    whole = torch.maximum(high, -low).amax() if whole is None else whole
+    if not fmt.clipped:
+        return _of_range(low, high, fmt, whole)
+    best = torch.full_like(low, torch.inf)
+    clip = torch.ones_like(low)
+    for share in CLIPS:
+        tried = _of_range(low * share, high * share, fmt, whole).round(groups)
+        error = (tried - groups).square_().sum(dim, keepdim=True)
+        better = error < best
+        best, clip = torch.where(better, error, best), torch.where(better, share, clip)
+    return _of_range(low * clip, high * clip, fmt, whole)
+
+
+def _of_range(low: torch.Tensor, high: torch.Tensor, fmt: Format, whole: torch.Tensor) -> Grid:
+    """Return the grid of groups that span from ``low`` to ``high``."""
+    if fmt.fmt == formats.INT:
+        return _integers(low, high, fmt)
+    absmax = torch.maximum(high, -low)
+    if fmt.fmt == formats.MXINT:
+        top = 2 ** (fmt.bits - 1) - 1
+        return IntegerGrid(_power(absmax, fmt.bits - 2), None, -top, top)
+    if fmt.fmt not in _CASTS:
+        raise QscaleError(
+            f"{fmt.fmt} is rounded to by its library alone: add library= to the spec."
+        )
+    cast, top = _CASTS[fmt.fmt]
+    if fmt.fmt in _EXPONENT:
+        if fmt.scale_rule == formats.POWER_EVEN:
+            absmax = _rounded(absmax, 1 if cast is to_e2m1 else 3)
+        return FloatGrid(_power(absmax, _EXPONENT[fmt.fmt]), cast)
+    step = absmax / top
+    if fmt.fmt == formats.NVFP4:
+        matrix = E4M3_TOP * E2M1_TOP / torch.where(whole == 0, 1.0, whole)
+        step = to_e4m3(matrix * step) / matrix
+    return FloatGrid(torch.where(step == 0, 1.0, step), cast)
+
+
+def _integers(low: torch.Tensor, high: torch.Tensor, fmt: Format) -> IntegerGrid:
+    """Return the grid of integers times a real scale."""
+    bottom, top = -(2 ** (fmt.bits - 1)), 2 ** (fmt.bits - 1) - 1
+    if fmt.scale_rule == formats.MINMAX:
+        low = low.clamp(max=0)
+        step = (high.clamp(min=0) - low) / (top - bottom)
+        step = torch.where(step == 0, 1.0, step)
+        return IntegerGrid(step, (bottom - low / step).clamp(bottom, top).round(), bottom, top)
+    if fmt.scale_rule == formats.ABSMAX_SIGNED:
+        step = torch.where(-low >= high, low, high) / bottom
+        return IntegerGrid(torch.where(step == 0, 1.0, step), None, bottom, top)
+    full = fmt.scale_rule == formats.ABSMAX_FULL
+    step = torch.maximum(high, -low) / ((2**fmt.bits - 1) / 2 if full else top)
+    return IntegerGrid(torch.where(step == 0, 1.0, step), None, bottom if full else -top, top)
+
+
+def _power(absmax: torch.Tensor, below: int) -> torch.Tensor:
+    """Return the power of two ``below`` binades under the largest value's; 1 for zeros.
+
+    Exponents of a scale span -127 to 127 (E8M0).
+    """
+    exponent = (torch.frexp(absmax).exponent - 1 - below).clamp_(-127, 127)
+    return torch.where(absmax == 0, 1.0, torch.ldexp(torch.ones_like(absmax), exponent))
+
+
+def _rounded(values: torch.Tensor, mantissa: int) -> torch.Tensor:
+    """Round to a number of mantissa bits, halves up."""
+    parts, exponent = torch.frexp(values)
+    steps = 2.0 ** (mantissa + 1)  # parts lie in [1/2, 1)
+    return torch.ldexp((parts * steps + 0.5).floor() / steps, exponent)
