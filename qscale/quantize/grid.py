@@ -118,14 +118,17 @@ def to_nf4(values: torch.Tensor) -> torch.Tensor:
     return levels[torch.bucketize(values, (levels[1:] + levels[:-1]) / 2)]
 
 
-_CASTS = {
+_FLOATS = {
     formats.MXFP4: (to_e2m1, E2M1_TOP),
     formats.MXFP8: (to_e4m3, E4M3_TOP),
     formats.NVFP4: (to_e2m1, E2M1_TOP),
     formats.FP8: (to_e4m3, E4M3_TOP),
     formats.NF4: (to_nf4, 1.0),
 }
-_EXPONENT = {formats.MXFP4: 2, formats.MXFP8: 8}  # floor(log2) of the largest level
+"""How to round to a format's own levels, and the largest of them."""
+
+_MX_FLOATS = {formats.MXFP4: (2, 1), formats.MXFP8: (8, 3)}
+"""floor(log2) of the largest level, and bits of the mantissa."""
 
 
 def grid(
@@ -139,7 +142,7 @@ def grid(
     Parameters
     ----------
     groups
-        Values; those of one group lie along ``dim``.
+        Values, float32 or float64; those of one group lie along ``dim``.
     fmt
         The format.
     dim
@@ -152,22 +155,30 @@ def grid(
     ------
     QscaleError
         If only an outside library rounds to the format.
+
+    Notes
+    -----
+    Levels are finite whatever finite values the groups hold. If one is NaN or infinite, all levels
+    of its group are NaN or infinite, and with NVFP4 all that shares its second scale.
     """
     low, high = groups.amin(dim, keepdim=True), groups.amax(dim, keepdim=True)
-    whole = torch.maximum(high, -low).amax() if whole is None else whole
+    if whole is None and fmt.fmt == formats.NVFP4:
+        whole = torch.maximum(high, -low).amax()
     if not fmt.clipped:
         return _of_range(low, high, fmt, whole)
     best = torch.full_like(low, torch.inf)
     clip = torch.ones_like(low)
     for share in CLIPS:
         tried = _of_range(low * share, high * share, fmt, whole).round(groups)
-        error = (tried - groups).square_().sum(dim, keepdim=True)
+        error = tried.sub_(groups).square_().sum(dim, keepdim=True)
         better = error < best
         best, clip = torch.where(better, error, best), torch.where(better, share, clip)
     return _of_range(low * clip, high * clip, fmt, whole)
 
 
-def _of_range(low: torch.Tensor, high: torch.Tensor, fmt: Format, whole: torch.Tensor) -> Grid:
+def _of_range(
+    low: torch.Tensor, high: torch.Tensor, fmt: Format, whole: torch.Tensor | None
+) -> Grid:
     """Return the grid of groups that span from ``low`` to ``high``."""
     if fmt.fmt == formats.INT:
         return _integers(low, high, fmt)
@@ -175,49 +186,60 @@ def _of_range(low: torch.Tensor, high: torch.Tensor, fmt: Format, whole: torch.T
     if fmt.fmt == formats.MXINT:
         top = 2 ** (fmt.bits - 1) - 1
         return IntegerGrid(_power(absmax, fmt.bits - 2), None, -top, top)
-    if fmt.fmt not in _CASTS:
+    if fmt.fmt not in _FLOATS:
         raise QscaleError(
             f"{fmt.fmt} is rounded to by its library alone: add library= to the spec."
         )
-    cast, top = _CASTS[fmt.fmt]
-    if fmt.fmt in _EXPONENT:
-        if fmt.scale_rule == formats.POWER_EVEN:
-            absmax = _rounded(absmax, 1 if cast is to_e2m1 else 3)
-        return FloatGrid(_power(absmax, _EXPONENT[fmt.fmt]), cast)
-    step = absmax / top
-    if fmt.fmt == formats.NVFP4:
-        matrix = E4M3_TOP * E2M1_TOP / torch.where(whole == 0, 1.0, whole)
-        step = to_e4m3(matrix * step) / matrix
-    return FloatGrid(torch.where(step == 0, 1.0, step), cast)
+    cast, largest = _FLOATS[fmt.fmt]
+    if fmt.fmt in _MX_FLOATS:
+        below, mantissa = _MX_FLOATS[fmt.fmt]
+        even = fmt.scale_rule == formats.POWER_EVEN
+        return FloatGrid(_power(absmax, below, mantissa if even else None), cast)
+    step = absmax / largest
+    if fmt.fmt == formats.NVFP4 and whole is not None:
+        matrix = (E4M3_TOP * E2M1_TOP / whole).clamp(max=torch.finfo(step.dtype).max)
+        scale = to_e4m3(matrix * step)
+        # One that underflows stands for zeros, which a scale of 1 turns the whole group into.
+        step = torch.where(scale == 0, 1.0, scale) / matrix
+    return FloatGrid(_finite(step, largest), cast)
 
 
 def _integers(low: torch.Tensor, high: torch.Tensor, fmt: Format) -> IntegerGrid:
     """Return the grid of integers times a real scale."""
     bottom, top = -(2 ** (fmt.bits - 1)), 2 ** (fmt.bits - 1) - 1
     if fmt.scale_rule == formats.MINMAX:
-        low = low.clamp(max=0)
-        step = (high.clamp(min=0) - low) / (top - bottom)
-        step = torch.where(step == 0, 1.0, step)
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        # Halves, which are exact, since the range of huge values would overflow.
+        step = _finite((high / 2 - low / 2) / ((top - bottom) / 2), top - bottom)
         return IntegerGrid(step, (bottom - low / step).clamp(bottom, top).round(), bottom, top)
     if fmt.scale_rule == formats.ABSMAX_SIGNED:
         step = torch.where(-low >= high, low, high) / bottom
-        return IntegerGrid(torch.where(step == 0, 1.0, step), None, bottom, top)
-    full = fmt.scale_rule == formats.ABSMAX_FULL
-    step = torch.maximum(high, -low) / ((2**fmt.bits - 1) / 2 if full else top)
-    return IntegerGrid(torch.where(step == 0, 1.0, step), None, bottom if full else -top, top)
+    elif fmt.scale_rule == formats.ABSMAX_FULL:
+        step = torch.maximum(high, -low) / ((2**fmt.bits - 1) / 2)
+    else:
+        bottom = -top
+        step = torch.maximum(high, -low) / top
+    return IntegerGrid(_finite(step, -bottom), None, bottom, top)
 
 
-def _power(absmax: torch.Tensor, below: int) -> torch.Tensor:
-    """Return the power of two ``below`` binades under the largest value's; 1 for zeros.
+def _finite(step: torch.Tensor, levels: float) -> torch.Tensor:
+    """Return the step, 1 for one that underflowed, smaller where ``levels`` times it overflow.
 
-    Exponents of a scale span -127 to 127 (E8M0).
+    An infinite one stays, so that the values it came from do not pass for finite ones.
     """
-    exponent = (torch.frexp(absmax).exponent - 1 - below).clamp_(-127, 127)
-    return torch.where(absmax == 0, 1.0, torch.ldexp(torch.ones_like(absmax), exponent))
+    limit = torch.finfo(step.dtype).max * (1 - 2**-20) / levels
+    limited = torch.where(step.isinf(), step, step.clamp(-limit, limit))
+    return torch.where(step == 0, 1.0, limited)
 
 
-def _rounded(values: torch.Tensor, mantissa: int) -> torch.Tensor:
-    """Round to a number of mantissa bits, halves up."""
-    parts, exponent = torch.frexp(values)
-    steps = 2.0 ** (mantissa + 1)  # parts lie in [1/2, 1)
-    return torch.ldexp((parts * steps + 0.5).floor() / steps, exponent)
+def _power(absmax: torch.Tensor, below: int, mantissa: int | None = None) -> torch.Tensor:
+    """Return the power of two ``below`` binades under the largest value's; NaN if not finite.
+
+    With a number of mantissa bits, the value is first rounded to these, halves up. Exponents of a
+    scale span -127 to 127 (E8M0).
+    """
+    part, exponent = torch.frexp(absmax)  # part lies in [1/2, 1), or is 0
+    if mantissa is not None:
+        exponent = exponent + (part >= 1 - 2.0 ** -(mantissa + 2)).int()
+    ones = 1 + 0 * absmax  # NaN where that is not finite
+    return torch.ldexp(ones, (exponent - 1 - below).clamp_(-127, 127))

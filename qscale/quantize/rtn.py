@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from qscale.quantize.format import Format
 
 
+PIECE = 2**18
+"""Elements rounded at a time on a CPU: few enough to stay in its cache between the steps."""
+
+
 def rtn(weight: torch.Tensor, fmt: Format, whole: torch.Tensor | None = None) -> torch.Tensor:
     """Round every element to the nearest level of its group's grid.
 
@@ -28,8 +32,8 @@ def rtn(weight: torch.Tensor, fmt: Format, whole: torch.Tensor | None = None) ->
     Returns
     -------
     torch.Tensor
-        Dequantized values, same shape and dtype. A group whose step underflows becomes zero; a
-        non-finite element makes its whole group non-finite.
+        Dequantized values, same shape and dtype. A group whose step underflows becomes zero; an
+        element that is NaN or infinite makes its whole group so (see `grid`).
 
     Raises
     ------
@@ -39,15 +43,23 @@ def rtn(weight: torch.Tensor, fmt: Format, whole: torch.Tensor | None = None) ->
     Notes
     -----
     The last, shorter group of a row is padded with zeros, which moves neither an absolute maximum
-    nor a range that holds zero. Levels are worked out in place: fresh memory would cost more than
-    the arithmetic.
+    nor a range that holds zero. The arithmetic is in float32, or float64 if the weights are.
     """
-    rows, columns = weight.shape
+    work = torch.promote_types(weight.dtype, torch.float32)
     if fmt.per_tensor:
-        return grid(weight, fmt, (-2, -1), whole).round(weight)
+        values = weight.to(work)
+        return grid(values, fmt, (-2, -1)).round(values).to(weight.dtype)
+    rows, columns = weight.shape
     size = fmt.group_size or columns
-    padding = -columns % size
-    padded = torch.nn.functional.pad(weight, (0, padding)) if padding else weight
-    groups = padded.reshape(rows, -1, size)
-    rounded = grid(groups, fmt, whole=whole).round(groups)
-    return rounded.view(rows, -1)[:, :columns].contiguous()
+    if whole is None and not fmt.rowwise:
+        whole = torch.stack(weight.aminmax()).abs().amax().to(work)
+    rounded = weight.new_empty(rows, columns)
+    taken = max(1, PIECE // columns) if weight.device.type == "cpu" else rows
+    for start in range(0, rows, taken):
+        part = slice(start, start + taken)
+        piece = torch.nn.functional.pad(weight[part].to(work), (0, -columns % size))
+        groups = piece.reshape(len(piece), -1, size)
+        shared = whole[part] if whole is not None and whole.ndim else whole
+        levels = grid(groups, fmt, whole=shared)
+        rounded[part] = levels.round(groups).view(len(piece), -1)[:, :columns]
+    return rounded
