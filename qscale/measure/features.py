@@ -11,10 +11,10 @@ import pandas as pd
 import torch
 
 from qscale.errors import QscaleError, did_you_mean
-from qscale.measure.curvature.along import gauss_newton_along, second_order_along
+from qscale.measure.curvature.along import second_order_along
 from qscale.measure.curvature.spectrum import spectral_density, top_eigenvalues
 from qscale.measure.directions import direction_norm, filter_normalized_direction
-from qscale.measure.flatness import relative_flatness
+from qscale.measure.flatness import fisher_rao_norm, relative_flatness
 from qscale.measure.head_geometry import head_geometry
 from qscale.measure.hidden import error_growth
 from qscale.measure.landscape import RadialCurve, loss_slice, radial_loss
@@ -130,15 +130,13 @@ def sharpness(subject: Subject, seed: int, tick: Tick) -> Found:
         "adaptive": adaptive_sharpness(model, ids, names, on_step=tick),
         "keskar": keskar_sharpness(model, ids, names, on_step=tick),
     }
-    fisher = gauss_newton_along(
-        model, ids, {name: w.detach().clone() for name, w in subject.weights.items()}
-    ).gauss_newton
+    fisher_rao, fisher_rao_se = fisher_rao_norm(model, ids, names)
     flat = relative_flatness(model, ids, names, seed=seed, on_probe=tick)
     columns = {
         **{f"sharpness_{name}": one.value for name, one in found.items()},
         **{f"sharpness_{name}_se": one.value_se for name, one in found.items()},
-        "fisher_rao_norm": math.sqrt(2 * fisher.value),
-        "fisher_rao_norm_se": fisher.se / math.sqrt(2 * fisher.value),
+        "fisher_rao_norm": fisher_rao,
+        "fisher_rao_norm_se": fisher_rao_se,
         "relative_flatness": flat.total,
         "relative_flatness_se": flat.se,
     }

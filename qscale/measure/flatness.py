@@ -1,4 +1,4 @@
-"""Flatness that rescaling weights between layers does not change: relative flatness."""
+"""Flatness that rescaling weights between layers does not change: relative flatness, Fisher-Rao."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from qscale.errors import CheckpointError
+from qscale.measure.curvature.along import gauss_newton_along
 from qscale.measure.curvature.estimate import TraceEstimate
 from qscale.measure.curvature.guard import differentiable
 from qscale.measure.curvature.head import (
@@ -226,3 +227,38 @@ def _require_matrices(parameters: Mapping[str, torch.nn.Parameter]) -> None:
                 f"{name} must be a matrix to have a relative flatness. "
                 f"Got shape {tuple(p.shape)} instead."
             )
+
+
+def fisher_rao_norm(
+    model: PreTrainedModel,
+    windows: torch.Tensor,
+    names: Sequence[str],
+    *,
+    batch_windows: int = 1,
+) -> tuple[float, float]:
+    r"""Fisher-Rao norm of the weights and its standard error over windows.
+
+    Liang et al. (arXiv:1711.01530, definition 2): the root of :math:`w^T F w`, with :math:`F` the
+    Fisher matrix of the model's own distribution, which is the Gauss-Newton matrix of the loss.
+
+    Parameters
+    ----------
+    model
+        Causal language model with float32 weights.
+    windows
+        Token ids, shape ``(n_windows, context)``; every token of a window but its first is scored.
+    names
+        Names of the parameters that make up :math:`w`.
+    batch_windows
+        Windows in one microbatch.
+
+    Raises
+    ------
+    CheckpointError
+        If the curvature is not finite or the model has no forward derivative.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    along = {name: parameters[name].detach().clone() for name in names}
+    form = gauss_newton_along(model, windows, along, batch_windows=batch_windows).gauss_newton
+    norm = math.sqrt(2 * form.value)
+    return norm, form.se / norm

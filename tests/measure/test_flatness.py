@@ -13,7 +13,12 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from qscale.errors import CheckpointError, TextError
-from qscale.measure.flatness import head_relative_flatness, relative_flatness, shuffled_columns
+from qscale.measure.flatness import (
+    fisher_rao_norm,
+    head_relative_flatness,
+    relative_flatness,
+    shuffled_columns,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -169,3 +174,36 @@ class TestMistakes:
         for name in ("lm_head.weight", "model.layers.0.mlp.up_proj.weight"):
             with pytest.raises(CheckpointError, match="check its weights for"):
                 relative_flatness(llama.model, llama.windows, [name])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "llama-tied", "neox"])  # OPT's ReLU has kinks
+def test_fisher_rao_norm_is_the_variance_of_the_change_of_log_probabilities(
+    build: Callable[[str], Tiny], architecture: str
+) -> None:
+    """Definition 2 with labels from the model: mean of <w, grad log p>^2, by finite differences."""
+    tiny = build(architecture)
+    tiny.model.set_attn_implementation("eager")
+    names, model = matrices(tiny), copy.deepcopy(tiny.model).double()
+    parameters = dict(model.named_parameters())
+    kept = {name: parameters[name].detach().clone() for name in names}
+
+    def log_probabilities(scale: float) -> torch.Tensor:
+        for name, weight in kept.items():
+            parameters[name].data = scale * weight
+        with torch.no_grad():
+            return model(input_ids=tiny.windows).logits[:, :-1].log_softmax(-1)
+
+    def difference(step: float) -> torch.Tensor:
+        return (log_probabilities(1 + step) - log_probabilities(1 - step)) / (2 * step)
+
+    # Attention takes its softmax in float32: a wide step, and its error of second order removed.
+    slope = (4 * difference(5e-3) - difference(1e-2)) / 3
+    expected = (log_probabilities(1).exp() * slope.square()).sum(-1).mean().sqrt()
+    norm, se = fisher_rao_norm(tiny.model, tiny.windows, names)
+    assert norm == pytest.approx(float(expected), rel=1e-4)
+    assert 0 < se < norm
+    # Windows one at a time: the mean of their squares, and the delta method from their spread.
+    squares = np.array([fisher_rao_norm(tiny.model, w[None], names)[0] ** 2 for w in tiny.windows])
+    assert norm**2 == pytest.approx(squares.mean())
+    spread = squares.std(ddof=1) / math.sqrt(len(squares))
+    assert se == pytest.approx(spread / (2 * norm), rel=1e-6)
