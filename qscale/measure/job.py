@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from qscale.measure.curvature.kronecker import KroneckerFactors
     from qscale.measure.loss import Reference
     from qscale.measure.subject import Subject
-    from qscale.quantize.setting import Setting
+    from qscale.quantize.mix import Quantizer
     from qscale.text import Windows
 
     Progress = Callable[[str, float, float | None], None]
@@ -156,7 +156,7 @@ class Job:
     def of_setting(
         self,
         row: dict[str, Any],
-        setting: Setting,
+        setting: Quantizer,
         own: OwnFeatures,
         full: Reference,
         stage: str,
@@ -168,7 +168,7 @@ class Job:
         errors = {name: quantized[name] - w.detach() for name, w in subject.weights.items()}
         row = (
             row
-            | setting.columns()
+            | setting.columns(subject.shapes)
             | calibrated
             | weight_columns(subject, setting, errors)
             | own.columns
@@ -190,18 +190,19 @@ class Job:
                 found = measuring.OF_SETTING[name](
                     subject, Quantized(quantized, errors, full, own.factors), self.seed, tick
                 )
-                self._keep(found, setting.columns() | {"calibration": row.get("calibration")})
+                key = setting.columns(subject.shapes) | {"calibration": row.get("calibration")}
+                self._keep(found, key)
                 row |= found.columns
             row = _marked(row, name)
             append(self.out, row)
         return row
 
     def _quantize(
-        self, setting: Setting, stage: str
+        self, setting: Quantizer, stage: str
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return dequantized matrices and the columns that a calibration fills."""
         if not setting.calibrated or self.calibration is None:
-            return dequantized(self.subject.weights, setting.weights), OWN_IMPLEMENTATION
+            return dequantized(self.subject.weights, setting), OWN_IMPLEMENTATION
         ticks = counter(self.report, f"{stage}, calibrating", None)
         found = gptq_model(
             self.subject.checkpoint.model,
@@ -233,8 +234,8 @@ class Job:
             found = _measure_curvature(subject, probing, self.report, self.note)
             norms = squared_norms(subject.weights)
             columns: dict[str, list[Any]] = {
-                "rows": [rows for rows, _ in subject.shapes],
-                "columns": [columns for _, columns in subject.shapes],
+                "rows": [rows for rows, _ in subject.shapes.values()],
+                "columns": [columns for _, columns in subject.shapes.values()],
                 "n": [subject.sizes[name] for name in names],
                 "weight_norm": [math.sqrt(norms[name]) for name in names],
             }

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from qscale.measure.store import Curvature
     from qscale.measure.subject import Subject
-    from qscale.quantize.setting import Setting
+    from qscale.quantize.mix import Quantizer
 
 OUTCOMES = (
     "loss_fp",
@@ -58,7 +58,7 @@ def subject_columns(subject: Subject, stated: dict[str, float | str]) -> dict[st
 
 
 def weight_columns(
-    subject: Subject, setting: Setting, errors: Mapping[str, torch.Tensor]
+    subject: Subject, setting: Quantizer, errors: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
     """Columns that follow from the weights and the setting."""
     signal = sum(squared_norms(subject.weights).values())
@@ -66,7 +66,7 @@ def weight_columns(
     sqnr = sqnr_db(signal, noise)
     return {
         "bits_per_weight": setting.bits_per_weight(subject.shapes),
-        "n_ragged": float(ragged(subject.weights, setting.weights)),
+        "n_ragged": float(ragged(subject.weights, setting)),
         "weight_norm": math.sqrt(signal),
         "weight_rms": math.sqrt(signal / sum(subject.sizes.values())),
         "quantization_noise": noise,
@@ -93,7 +93,7 @@ def curvature_columns(
 
 
 def outcome_columns(
-    subject: Subject, setting: Setting, full: Reference, outcome: Comparison
+    subject: Subject, setting: Quantizer, full: Reference, outcome: Comparison
 ) -> dict[str, Any]:
     """Losses, their differences with standard errors, and whether the row is usable."""
     counts = full.counts
@@ -112,7 +112,9 @@ def outcome_columns(
     delta, delta_se = mean_and_se(outcome.nll - full.nll, counts)
     kl, kl_se = mean_and_se(outcome.kl, counts)
     uniform = math.log(subject.checkpoint.model.get_output_embeddings().weight.shape[0])
-    status, reason = _status(setting, loss_q, delta, delta_se, uniform)
+    formats = [fmt for fmt in map(setting.format_of, subject.weights) if fmt]
+    bits = min(fmt.bits for fmt in formats)
+    status, reason = _status(bits, loss_q, delta, delta_se, uniform)
     return columns | {
         "loss_q": loss_q,
         "delta_loss": delta,
@@ -127,12 +129,12 @@ def outcome_columns(
 
 
 def _status(
-    setting: Setting, loss_q: float, delta: float, delta_se: float, uniform: float
+    bits: int, loss_q: float, delta: float, delta_se: float, uniform: float
 ) -> tuple[str, str]:
     """Judge a finite outcome: status and, unless it is ok, the reason."""
     if loss_q >= uniform:
         return "collapsed", f"loss_q is {loss_q:.4g}, a uniform guess has {uniform:.4g}"
-    if setting.weights.bits == 8 and delta > max(EIGHT_BIT_LIMIT, 3 * delta_se):
+    if bits == 8 and delta > max(EIGHT_BIT_LIMIT, 3 * delta_se):
         return "degraded", f"8 bits raise the loss by {delta:.3g}; is the checkpoint intact?"
     return "ok", ""
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from qscale.measure.job import Progress
     from qscale.measure.subject import Subject
-    from qscale.quantize.setting import Setting
+    from qscale.quantize.mix import Quantizer
     from qscale.text import Bos, Windows
 
 DEFAULT_FEATURES = ("curvature", "weights")
@@ -38,7 +38,7 @@ def measure(
     text: str | Path,
     out: str | Path,
     *,
-    settings: Sequence[Setting],
+    settings: Sequence[Quantizer],
     features: Sequence[str] = DEFAULT_FEATURES,
     revision: str | None = None,
     calibration: str | Path | None = None,
@@ -135,7 +135,9 @@ def measure(
     shared = subject_columns(subject, training.values)
     calibration_text = calibration_windows(subject, settings, calibration, calibration_samples)
     wanted = {
-        row_key(shared | setting.columns() | _calibrated(setting, calibration_text)): setting
+        row_key(
+            shared | setting.columns(subject.shapes) | _calibrated(setting, calibration_text)
+        ): setting
         for setting in settings
     }
     todo = {
@@ -159,7 +161,7 @@ def measure(
     return table.check(table.from_rows([done[key] for key in wanted]), str(out))
 
 
-def _calibrated(setting: Setting, calibration: Windows | None) -> dict[str, Any]:
+def _calibrated(setting: Quantizer, calibration: Windows | None) -> dict[str, Any]:
     """Name the text that a setting is calibrated on, if it is."""
     used = calibration if setting.calibrated else None
     return {"calibration": None if used is None else calibration_id(used)}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from qscale.quantize.setting import Setting
+    from qscale.quantize.mix import Quantizer
 
 DEFAULT_CONTEXT = 512
 
@@ -41,9 +41,9 @@ class Subject:
     evaluation: Windows
 
     @property
-    def shapes(self) -> list[tuple[int, int]]:
-        """Rows and columns of each matrix."""
-        return [(w.shape[0], w.shape[1]) for w in self.weights.values()]
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of each matrix, by parameter name."""
+        return {name: (w.shape[0], w.shape[1]) for name, w in self.weights.items()}
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -106,7 +106,7 @@ def open_subject(
 
 
 def calibration_windows(
-    subject: Subject, settings: Sequence[Setting], text: str | Path | None, samples: int
+    subject: Subject, settings: Sequence[Quantizer], text: str | Path | None, samples: int
 ) -> Windows | None:
     """Cut the text that methods calibrate on; None if no setting needs one.
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from qscale.quantize.setting import Setting
+    from qscale.quantize.mix import Quantizer
     from qscale.text import Bos
 
 
@@ -27,7 +27,7 @@ def zero_fit(
     folder: str | Path,
     text: str | Path,
     *,
-    settings: Sequence[Setting],
+    settings: Sequence[Quantizer],
     context: int | None = None,
     stride: int | None = None,
     bos: Bos = "none",
@@ -89,9 +89,9 @@ def zero_fit(
     )
     rows = []
     for setting in settings:
-        errors = squared_errors(subject.weights, setting.weights)
+        errors = squared_errors(subject.weights, setting)
         value, se = quadratic_delta(ggn, errors, subject.sizes)
-        columns = setting.columns()
+        columns = setting.columns(subject.shapes)
         rows.append(
             {name: columns[name] for name in ("bits", "group_size", "symmetric", "scale_rule")}
             | {

@@ -9,7 +9,7 @@ from qscale.errors import QscaleError, did_you_mean
 from qscale.quantize.format import FP4, Format
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Mapping
 
 RTN, GPTQ, AWQ = "rtn", "gptq", "awq"
 HQQ, AUTOROUND = "hqq", "autoround"
@@ -146,8 +146,12 @@ class Setting:
         """Whether the method needs a text to calibrate on."""
         return self.method in CALIBRATED
 
-    def columns(self) -> dict[str, object]:
-        """Return the setting under the measurement table's column names."""
+    def format_of(self, name: str) -> Format | None:  # noqa: ARG002 - a mix needs it
+        """Return the format of a matrix: the same for all."""
+        return self.weights
+
+    def columns(self, shapes: Mapping[str, tuple[int, int]]) -> dict[str, object]:  # noqa: ARG002
+        """Return the setting under the measurement table's column names; any shapes will do."""
         acts = self.activations
         return {
             "spec": str(self),
@@ -156,6 +160,6 @@ class Setting:
             "bits_activation": None if acts is None else float(acts.bits),
         }
 
-    def bits_per_weight(self, shapes: Iterable[tuple[int, int]]) -> float:
+    def bits_per_weight(self, shapes: Mapping[str, tuple[int, int]]) -> float:
         """Return the stored bits per weight over matrices of the given (rows, columns)."""
-        return self.weights.bits_per_weight(shapes)
+        return self.weights.bits_per_weight(shapes.values())
