@@ -9,6 +9,7 @@ import torch
 
 from qscale.errors import QscaleError
 from qscale.quantize.grid import grid
+from qscale.quantize.rtn import rtn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,11 +34,14 @@ class Gptq:
         where that did not make the Gram matrix positive definite.
     dead
         Columns whose input was always zero, shape (columns,), bool. They are rounded to nearest.
+    rounded
+        Rows that rounding to nearest reconstructs better, shape (rows,), bool: they are its.
     """
 
     weight: torch.Tensor
     damping: float
     dead: torch.Tensor
+    rounded: torch.Tensor
 
 
 def gptq(
@@ -58,6 +62,10 @@ def gptq(
     least given the columns already rounded. In the end, :math:`\operatorname{tr}((W-Q)H(W-Q)^\top)`
     is the sum of :math:`(w_j - q_j)^2 / U_{jj}^2` over rows and columns, with :math:`w_j` as it was
     when rounded.
+
+    The choice is greedy, so that now and then a row comes out worse than by rounding to nearest.
+    Such a row is rounded to nearest in the end, which makes :math:`\operatorname{tr}((W-Q) X X^\top
+    (W-Q)^\top)` at most that of rounding.
 
     Parameters
     ----------
@@ -92,21 +100,32 @@ def gptq(
     calibration inputs either, and keeps what they do on others.
     """
     _check(weight, gram, damping, block_size)
-    columns = weight.shape[1]
-    size = fmt.group_size or columns
     gram = gram.to(weight.device, torch.float64)
     dead = gram.diagonal() <= 0
-    if act_order:
-        order = gram.diagonal().argsort(descending=True, stable=True)
-        gram = gram[order][:, order]
-    else:
-        order = torch.arange(columns, device=weight.device)
-    factor, used = _factor(gram, damping)
-    work = torch.promote_types(weight.dtype, torch.float32)
-    factor = factor.to(work)
+    order = gram.diagonal().argsort(descending=True, stable=True) if act_order else None
+    factor, used = _factor(gram if order is None else gram[order][:, order], damping)
+    full = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    found = _by_columns(full, factor.to(full.dtype), fmt, order, block_size)
+    nearest = rtn(full, fmt)
+    # a H a - b H b = (a - b) H (a + b) for errors a and b: one product, and nothing cancels.
+    excess = ((nearest - found) @ gram.to(full.dtype)).mul_(2 * full - found - nearest).sum(1)
+    rounded = excess > 0
+    return Gptq(torch.where(rounded[:, None], nearest, found).to(weight.dtype), used, dead, rounded)
+
+
+def _by_columns(
+    weight: torch.Tensor,
+    factor: torch.Tensor,
+    fmt: Format,
+    order: torch.Tensor | None,
+    block_size: int,
+) -> torch.Tensor:
+    """Round column by column, in an order if there is one, and move the later ones."""
+    columns = weight.shape[1]
+    size = fmt.group_size or columns
     # Transposed, so that a column lies in one piece of memory.
-    original = weight.detach().to(work).T.contiguous()
-    left = original[order] if act_order else original.clone()
+    original = weight.T.contiguous()
+    left = original.clone() if order is None else original[order]
     whole = original.abs().amax()
 
     def choose(start: int, values: torch.Tensor) -> Grid:
@@ -114,9 +133,10 @@ def gptq(
         axes = (0, 1) if fmt.per_tensor else 0
         return grid(values[start : start + size], fmt, axes, whole)
 
-    fixed = act_order or fmt.per_tensor
+    fixed = order is not None or fmt.per_tensor
     grids = {g: choose(g, original) for g in range(0, columns, size)} if fixed else {}
-    starts = (order // size * size).tolist()
+    places = range(columns) if order is None else order.tolist()
+    starts = [place // size * size for place in places]
     for start, stop in _spans(columns, columns if fixed else size, block_size):
         block, errors = left[start:stop], torch.empty_like(left[start:stop])
         inner = factor[start:stop, start:stop]
@@ -128,9 +148,7 @@ def gptq(
             block[j + 1 :].addr_(inner[j, j + 1 :], errors[j], alpha=-1)
             block[j] = rounded[0]
         left[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
-    if act_order:
-        left = left[order.argsort()]
-    return Gptq(left.T.contiguous().to(weight.dtype), used, dead)
+    return (left if order is None else left[order.argsort()]).T
 
 
 def _spans(columns: int, size: int, block_size: int) -> Iterator[tuple[int, int]]:
