@@ -185,7 +185,7 @@ def _of_range(
     absmax = torch.maximum(high, -low)
     if fmt.fmt == formats.MXINT:
         top = 2 ** (fmt.bits - 1) - 1
-        return IntegerGrid(_power(absmax, fmt.bits - 2), None, -top, top)
+        return IntegerGrid(_power(absmax, 0) / 2 ** (fmt.bits - 2), None, -top, top)
     if fmt.fmt not in _FLOATS:
         raise QscaleError(
             f"{fmt.fmt} is rounded to by its library alone: add library= to the spec."

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from qscale.quantize.format import Format
 
 
-PIECE = 2**18
+PIECE = 2**19
 """Elements rounded at a time on a CPU: few enough to stay in its cache between the steps."""
 
 
