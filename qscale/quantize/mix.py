@@ -58,7 +58,9 @@ class Mix:
         """Refuse impossible mixes."""
         if not any(fmt for _, fmt in self.formats):
             raise QscaleError(f"{self.path}: formats must quantize something. Add a pattern.")
-        for pattern, fmt in self.formats:
+        for place, (pattern, fmt) in enumerate(self.formats):
+            if any(pattern == earlier for earlier, _ in self.formats[:place]):
+                raise QscaleError(f"{self.path}: pattern {pattern!r} is given twice. Remove one.")
             if fmt is None:
                 continue
             try:
@@ -94,9 +96,14 @@ class Mix:
         table = content.pop("formats", None)
         if not isinstance(table, dict):
             raise QscaleError(f'{path}: needs a table [formats] with lines "pattern" = "format".')
-        order = content.get("act_order", True)
-        if not isinstance(order, bool):
-            raise QscaleError(f"{path}: act_order must be true or false. Got {order!r} instead.")
+        for name, kind, asked in (
+            ("method", str, "a text"),
+            ("library", str, "a text"),
+            ("act_order", bool, "true or false"),
+        ):
+            value = content.get(name)
+            if value is not None and not isinstance(value, kind):
+                raise QscaleError(f"{path}: {name} must be {asked}. Got {value!r} instead.")
         acts = content.pop("activations", None)
         return cls(
             tuple((pattern, _format(path, repr(pattern), text)) for pattern, text in table.items()),
@@ -115,7 +122,9 @@ class Mix:
         if self.library != OWN:
             lines.append(f"library = {json.dumps(self.library)}")
         lines += ["", "[formats]"]
-        lines += [f"{json.dumps(pattern)} = {json.dumps(text)}" for pattern, text in self._rules()]
+        # Of JSON's escapes TOML lacks only the pairs that stand for one character.
+        quoted = ((json.dumps(p, ensure_ascii=False), json.dumps(f)) for p, f in self._rules())
+        lines += [f"{pattern} = {fmt}" for pattern, fmt in quoted]
         with replacing(Path(path)) as partial:
             partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -200,7 +209,7 @@ class Mix:
             pattern = self.formats[min(idle)][0]
             raise QscaleError(
                 f"{self.path}: pattern {pattern!r} is not the first to match for any matrix. "
-                f"Remove it, or mend it: matrices are called {next(iter(shapes))}."
+                f"Remove it, move it up or mend it; one matrix is called {next(iter(shapes))}."
             )
         return {name: self.formats[rule][1] for name, rule in rules.items()}
 
