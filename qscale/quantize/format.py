@@ -34,7 +34,7 @@ ABSMAX_E4M3 = "absmax/largest in e4m3"
 - power floor: a power of two by the exponent of the largest value, as the OCP microscaling
   specification says (v1.0, section 6.3);
 - power even: the largest value is first rounded to the element's mantissa, so that less of it is
-  cut off, as llm-compressor does;
+  cut off, as torchao and, for MXFP4, llm-compressor do;
 - absmax/largest: the largest value becomes the format's largest;
 - absmax/largest in e4m3: the same, rounded to FP8 after a scale of the whole matrix, as NVFP4 asks.
 
@@ -50,6 +50,8 @@ RULE_WORDS = {
     "even": POWER_EVEN,
 }
 """What a spec calls those scale rules between which a format leaves a choice."""
+
+_RULE_WORD = {rule: word for word, rule in RULE_WORDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ _INT_RULES = (ABSMAX_RESTRICTED, ABSMAX_FULL, ABSMAX_SIGNED, MINMAX)
 _POWERS = (POWER_FLOOR, POWER_EVEN)
 
 # Scales of integers and of FP8 are kept in half precision, those of the others as they define.
-_KINDS = {
+_KINDS: dict[str, _Kind] = {
     INT: _Kind(range(2, 9), _INT_RULES, None, 16, whole=True),
     MXINT: _Kind(range(2, 9), (POWER_FLOOR,), 32, 8),
     MXFP4: _Kind((4,), _POWERS, 32, 8, float_bits=(2, 1)),
@@ -91,7 +93,6 @@ FORMATS = tuple(_KINDS)
 - ``fp4``: the four-bit floats of bitsandbytes, which only that library rounds to.
 """
 
-_HEADS = {"fp8": FP8}  # words of a spec that are not the format's name
 _WORD = re.compile(r"(int|mxint)(\d+)")
 
 
@@ -133,28 +134,33 @@ class Format:
         if self.fmt not in _KINDS:
             raise QscaleError(f"fmt must be one of {', '.join(FORMATS)}. Got {self.fmt!r} instead.")
         kind = _KINDS[self.fmt]
-        if self.bits not in kind.bits:
+        if not isinstance(self.bits, int) or self.bits not in kind.bits:
             allowed = f"{kind.bits[0]}" if len(kind.bits) == 1 else "an integer from 2 to 8"
             raise QscaleError(f"bits must be {allowed}. Got {self.bits!r} instead.")
-        if self.group_size is not None and self.group_size < 1:
-            raise QscaleError(
-                f"group_size must be at least 1, or row. Got {self.group_size!r} instead."
-            )
-        whole = self.group_size is None
-        if (whole and not kind.whole) or (
-            not kind.free_group and self.group_size != kind.group_size
-        ):
-            needed = "a number" if kind.free_group else f"{kind.group_size}"
-            raise QscaleError(
-                f"group_size of {self.fmt} must be {needed}. Got {self.group_size!r} instead."
-            )
-        if self.per_tensor and not whole:
+        if self.group_size is not None and self.per_tensor:
             raise QscaleError("group_size must be left out where one scale serves the matrix.")
+        self._check_group(kind)
         object.__setattr__(self, "scale_rule", self.scale_rule or kind.rules[0])
         if self.scale_rule not in kind.rules:
+            rules = [f"{r} ({_RULE_WORD[r]})" if r in _RULE_WORD else r for r in kind.rules]
             raise QscaleError(
-                f"scale_rule of {self.fmt} must be one of {', '.join(kind.rules)}. "
-                f"Got {self.scale_rule!r} instead."
+                f"scale_rule of {self.fmt} must be {' or '.join(rules)}. "
+                f"Got {_RULE_WORD.get(self.scale_rule, self.scale_rule)!r} instead."
+            )
+
+    def _check_group(self, kind: _Kind) -> None:
+        """Refuse groups that the format does not allow."""
+        size = self.group_size
+        if size is None:
+            possible, got = kind.whole, "tensor" if self.per_tensor else "row"
+        else:
+            possible, got = isinstance(size, int) and size >= 1, f"{size!r}"
+            possible = possible and (kind.free_group or size == kind.group_size)
+        if not possible:
+            allowed = "at least 1" if kind.free_group else f"{kind.group_size}"
+            row = ", or row or tensor" if kind.whole else ""
+            raise QscaleError(
+                f"group_size of {self.fmt} must be {allowed}{row}. Got {got} instead."
             )
 
     @classmethod
@@ -175,7 +181,7 @@ class Format:
         """
         head, *words = text.split() or [""]
         match = _WORD.fullmatch(head)
-        fmt, bits = (match[1], int(match[2])) if match else (_HEADS.get(head, head), 0)
+        fmt, bits = (match[1], int(match[2])) if match else ({"fp8": FP8}.get(head, head), None)
         if fmt not in _KINDS or (fmt in (INT, MXINT)) != bool(match):
             known = ("int4", "mxint4", "mxfp4", "mxfp8", "nvfp4", "fp8", "nf4", "fp4")
             raise QscaleError(
@@ -184,25 +190,20 @@ class Format:
             )
         kind = _KINDS[fmt]
         found: dict[str, object] = {"group_size": kind.group_size}
-        given = []
+        said: set[str] = set()
         for word in words:
-            name, value = _word(word)
-            given.append(name)
-            found[name] = value
-            if name == "per_tensor":
-                found["group_size"] = None
-        groups = [name for name in given if name in ("group_size", "per_tensor")]
-        if len(groups) > 1 or given.count("scale_rule") > 1:
-            raise QscaleError(f"{text!r} says twice what shares a scale, or how. Say it once.")
-        return cls(fmt, bits or kind.bits[0], **found)  # type: ignore[arg-type]
+            fields = _fields(word)
+            if said & fields.keys():
+                raise QscaleError(f"{text!r}: {word} repeats or contradicts a word before it.")
+            said |= fields.keys()
+            found |= fields
+        return cls(fmt, kind.bits[0] if bits is None else bits, **found)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         """Return the words that `parse` reads, without those that go without saying."""
         kind = _KINDS[self.fmt]
-        heads = {name: word for word, name in _HEADS.items()}
-        words = [heads.get(self.fmt, self.fmt)]
-        if len(kind.bits) > 1:
-            words = [f"{self.fmt}{self.bits}"]
+        bits = f"{self.bits}" if len(kind.bits) > 1 else ""
+        words = [self.fmt.removesuffix("_e4m3") + bits]
         if self.per_tensor:
             words.append("tensor")
         elif self.group_size is None:
@@ -210,12 +211,12 @@ class Format:
         elif self.group_size != kind.group_size:
             words.append(f"g{self.group_size}")
         if self.scale_rule != kind.rules[0]:
-            words += [word for word, rule in RULE_WORDS.items() if rule == self.scale_rule]
+            words.append(_RULE_WORD[self.scale_rule])
         return " ".join([*words, *(["mse"] if self.clipped else [])])
 
     @property
     def symmetric(self) -> bool:
-        """Whether zero is the middle of the grid."""
+        """Whether groups need no zero point."""
         return self.scale_rule != MINMAX
 
     @property
@@ -266,16 +267,16 @@ class Format:
         return sum(bits for bits, _ in stored) / sum(size for _, size in stored)
 
 
-def _word(word: str) -> tuple[str, object]:
-    """Read one word after a format's name: field and value."""
+def _fields(word: str) -> dict[str, object]:
+    """Return the fields that one word after a format's name sets."""
     if re.fullmatch(r"g\d+", word):
-        return "group_size", int(word[1:])
+        return {"group_size": int(word[1:]), "per_tensor": False}
     if word in RULE_WORDS:
-        return "scale_rule", RULE_WORDS[word]
-    plain: dict[str, tuple[str, object]] = {
-        "row": ("group_size", None),
-        "tensor": ("per_tensor", True),
-        "mse": ("clipped", True),
+        return {"scale_rule": RULE_WORDS[word]}
+    plain: dict[str, dict[str, object]] = {
+        "row": {"group_size": None, "per_tensor": False},
+        "tensor": {"group_size": None, "per_tensor": True},
+        "mse": {"clipped": True},
     }
     if word not in plain:
         words = (*plain, *RULE_WORDS)

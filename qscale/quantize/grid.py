@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -235,11 +236,12 @@ def _finite(step: torch.Tensor, levels: float) -> torch.Tensor:
 def _power(absmax: torch.Tensor, below: int, mantissa: int | None = None) -> torch.Tensor:
     """Return the power of two ``below`` binades under the largest value's; NaN if not finite.
 
-    With a number of mantissa bits, the value is first rounded to these, halves up. Exponents of a
-    scale span -127 to 127 (E8M0).
+    With a number of mantissa bits, the value is first rounded to these, halves up, unless it then
+    overflows. Exponents of a scale span -127 to 127 (E8M0).
     """
     part, exponent = torch.frexp(absmax)  # part lies in [1/2, 1), or is 0
     if mantissa is not None:
-        exponent = exponent + (part >= 1 - 2.0 ** -(mantissa + 2)).int()
+        last = math.frexp(torch.finfo(absmax.dtype).max)[1]
+        exponent = (exponent + (part >= 1 - 2.0 ** -(mantissa + 2)).int()).clamp_(max=last)
     ones = 1 + 0 * absmax  # NaN where that is not finite
     return torch.ldexp(ones, (exponent - 1 - below).clamp_(-127, 127))
