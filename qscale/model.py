@@ -99,7 +99,7 @@ def load(checkpoint: str | Path, *, revision: str | None = None, device: str = "
     """
     require_torch()
     description = describe(checkpoint, revision)
-    with _quiet_transformers():
+    with quiet_transformers():
         model = _load_model(description)
         tokenizer = _load_tokenizer(description)
     _swap_conv1d(model)
@@ -117,8 +117,14 @@ def load(checkpoint: str | Path, *, revision: str | None = None, device: str = "
     return Checkpoint(description, model, tokenizer)
 
 
+def pristine(checkpoint: Checkpoint) -> PreTrainedModel:
+    """Load a checkpoint's model again as transformers builds it, for writing: nothing swapped."""
+    with quiet_transformers():
+        return _load_model(checkpoint.description)
+
+
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Silence transformers' progress bars and warnings, then restore both settings."""
     from transformers.utils import logging  # noqa: PLC0415 - only where a model is opened
 

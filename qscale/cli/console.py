@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
@@ -16,7 +17,7 @@ from qscale.atomic import check_place
 from qscale.errors import QscaleError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
 Seed = Annotated[int, Parameter(validator=validators.Number(gte=0, lt=2**32))]
@@ -34,6 +35,29 @@ def number(value: float | None, digits: int = 4) -> str:
     ('0.1235', '1.2e+12', '-')
     """
     return "-" if value is None or np.isnan(value) else f"{value:.{digits}g}"
+
+
+@contextmanager
+def progress() -> Iterator[
+    tuple[Callable[[str, float, float | None], None], Callable[[str], None]]
+]:
+    """Show one bar that follows the stage at work, and sentences above it.
+
+    Yields a function to report stage, work done and work in all, and one to say a sentence.
+    """
+    from rich.progress import Progress  # noqa: PLC0415
+
+    stderr = Console(stderr=True)
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+        task = progress.add_task("opening the checkpoint", total=None)
+
+        def report(stage: str, done: float, total: float | None) -> None:
+            progress.update(task, description=stage, completed=done, total=total)
+
+        def say(sentence: str) -> None:
+            progress.console.print(f"Note: {sentence}", markup=False)
+
+        yield report, say
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from qscale.cli.console import Seed, console, number, table
+from qscale.cli.console import Seed, console, number, progress, table
 from qscale.cli.settings import quantizer_settings
+from qscale.errors import QscaleError
+from qscale.quantize.mix import parse_setting
+from qscale.quantize.setting import RTN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     import pandas as pd
+
+
+BITS, GROUP_SIZES = "2,3,4,5,6,8", "32,64,128,row"
 
 
 def measure(
@@ -25,11 +27,12 @@ def measure(
     text: Path,
     output: Annotated[Path, Parameter(name=["--output", "--out", "-o"])],
     features: str = "curvature,weights",
-    method: str = "rtn",
+    spec: list[str] | None = None,
+    method: str = RTN,
     calibration: Path | None = None,
     calibration_samples: int = 64,
-    bits: str = "2,3,4,5,6,8",
-    group_size: str = "32,64,128,row",
+    bits: str = BITS,
+    group_size: str = GROUP_SIZES,
     asymmetric: bool = False,
     scale_rule: Literal["restricted", "full"] = "restricted",
     revision: str | None = None,
@@ -57,9 +60,9 @@ def measure(
 ) -> None:
     """Measure a checkpoint's loss under quantization, its curvature and its weights.
 
-    Every combination of bits and group size is one row, added to the output as soon as it is
-    measured; rows that are there already are not measured again. Training facts come from the
-    folder's qscale.toml, flags taking precedence. Needs the measure extra.
+    Every spec, or every combination of method, bits and group size, is one row, added to the output
+    as soon as it is measured; rows that are there already are not measured again. Training facts
+    come from the folder's qscale.toml, flags taking precedence. Needs the measure extra.
 
     Parameters
     ----------
@@ -74,10 +77,14 @@ def measure(
         What to measure beside the losses: all, or among curvature, weights, spectrum, sharpness,
         second_order, landscape, hidden and head, separated by commas. A feature that a row lacks
         is added to it.
+    spec
+        Quantizer setting such as "gptq int4 g128 asym", or a .toml file with a format for each
+        pattern of matrix names; may be repeated. See qscale specs. Integers can also be had by
+        the options that follow.
     method
-        rtn, gptq or both, separated by commas.
+        Among rtn, gptq and awq, separated by commas.
     calibration, calibration_samples
-        UTF-8 text file that gptq calibrates on, and the number of windows to take from it.
+        UTF-8 text file that gptq and awq calibrate on, and the number of windows to take from it.
     bits
         Bit widths from 2 to 8, separated by commas.
     group_size
@@ -123,14 +130,24 @@ def measure(
     weight_decay
         Decoupled weight decay.
     """
-    settings = quantizer_settings(
-        bits, group_size, asymmetric=asymmetric, scale_rule=scale_rule, method=method
+    crossed = (bits, group_size, asymmetric, scale_rule, method)
+    if spec and crossed != (BITS, GROUP_SIZES, False, "restricted", RTN):
+        raise QscaleError(
+            "--spec says all of a setting: leave out --bits, --group-size, --asymmetric, "
+            "--scale-rule and --method."
+        )
+    settings = (
+        [parse_setting(text) for text in spec]
+        if spec
+        else quantizer_settings(
+            bits, group_size, asymmetric=asymmetric, scale_rule=scale_rule, method=method
+        )
     )
 
     from qscale.measure import run as running  # noqa: PLC0415 - torch loads here
     from qscale.measure.zerofit import agreement  # noqa: PLC0415
 
-    with _progress() as (report, say):
+    with progress() as (report, say):
         rows = running.measure(
             checkpoint,
             text,
@@ -173,36 +190,17 @@ def measure(
                 console.print(f"{name}: {agreement(part, form)}", markup=False)
         if name != "rtn" and "gauss_newton_delta" not in part:
             console.print(
-                "Note: quadratic_delta takes errors without direction and is several times too "
-                f"high for {name}; add --features second_order for the form along the error.",
+                "Note: quadratic_delta takes errors without direction, which those of "
+                f"{name} have; add --features second_order for the form along the error.",
                 markup=False,
             )
     console.print(f"Written to {output}.", markup=False)
 
 
-@contextmanager
-def _progress() -> Iterator[
-    tuple[Callable[[str, float, float | None], None], Callable[[str], None]]
-]:
-    """Show one bar that follows the stage at work, and sentences above it."""
-    from rich.console import Console  # noqa: PLC0415
-    from rich.progress import Progress  # noqa: PLC0415
-
-    stderr = Console(stderr=True)
-    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-        task = progress.add_task("opening the checkpoint", total=None)
-
-        def report(stage: str, done: float, total: float | None) -> None:
-            progress.update(task, description=stage, completed=done, total=total)
-
-        def say(sentence: str) -> None:
-            progress.console.print(f"Note: {sentence}", markup=False)
-
-        yield report, say
-
-
 def _print_rows(checkpoint: str, rows: pd.DataFrame) -> None:
     """Print the measured rows and what they share."""
+    from qscale.measure.zerofit import trusted  # noqa: PLC0415 - torch loads here
+
     first = rows.iloc[0]
     console.print(
         f"{checkpoint}: {first['n_params']:,.0f} non-embedding parameters, "
@@ -218,33 +216,20 @@ def _print_rows(checkpoint: str, rows: pd.DataFrame) -> None:
             f"{number(first['ggn_trace_se'], 2)}.",
             markup=False,
         )
-    columns = (
-        "method",
-        "bits",
-        "group",
-        "bits/weight",
-        "Δloss ± SE",
-        "KL",
-        "SQNR dB",
-        "zero-fit Δloss",
-    )
+    columns = ("spec", "bits/weight", "Δloss ± SE", "KL", "SQNR dB", "zero-fit Δloss")
     lines = [
         (
-            row["method"],
-            f"{row['bits']:g}",
-            "row" if row.isna()["group_size"] else f"{row['group_size']:g}",
+            row["spec"],
             f"{row['bits_per_weight']:.3f}",
             f"{number(row['delta_loss'])} ± {number(row['delta_loss_se'], 2)}",
             number(row["kl"]),
             number(row["sqnr_db"]),
-            number(row.get("quadratic_delta", math.nan)),
+            number(predicted),
         )
-        for _, row in rows.iterrows()
+        for (_, row), predicted in zip(rows.iterrows(), trusted(rows), strict=True)
     ]
-    console.print(table(str(first["scale_rule"]), columns, lines))
+    console.print(table("", columns, lines))
     for _, row in rows[rows["status"] != "ok"].iterrows():
-        group = "row" if row.isna()["group_size"] else f"{row['group_size']:g}"
         console.print(
-            f"Note: {row['bits']:g} bits, group {group}: {row['status']}, {row['status_reason']}.",
-            markup=False,
+            f"Note: {row['spec']}: {row['status']}, {row['status_reason']}.", markup=False
         )

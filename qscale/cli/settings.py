@@ -1,4 +1,4 @@
-"""Quantizer settings from the command line: specs, or bit widths crossed with group sizes."""
+"""Quantizer settings from the command line: bit widths crossed with group sizes, or specs."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qscale import __version__
 from qscale.errors import QscaleError
 from qscale.measure import features as measuring
 from qscale.measure.curvature import ggn_trace, grad_norm, hessian_trace
@@ -31,8 +30,9 @@ from qscale.measure.store import (
     save_side,
 )
 from qscale.measure.subject import calibration_id
-from qscale.measure.weights import dequantized, squared_norms
-from qscale.quantize.calibrate import gptq_model
+from qscale.measure.weights import squared_norms
+from qscale.quantize.activations import quantized_inputs
+from qscale.quantize.apply import apply
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, float, float | None], None]
 
-OWN_IMPLEMENTATION = {"implementation": f"qscale {__version__}"}
 FIRST_PROBES = 2
 """Probes of the Hessian trace's first round on eight windows or more."""
 
@@ -176,7 +175,8 @@ class Job:
         if own.curvature is not None:
             row |= curvature_columns(subject, own.curvature, errors)
         if row.get("loss_fp") is None:
-            with swapped(model, quantized):
+            read = [name for name in subject.weights if setting.format_of(name)]
+            with swapped(model, quantized), quantized_inputs(model, read, setting.activations):
                 ticks = counter(self.report, stage, len(full.windows))
                 outcome = compare(model, full, batch_windows=batch_windows, on_windows=ticks)
             row |= outcome_columns(subject, setting, full, outcome)
@@ -201,22 +201,19 @@ class Job:
         self, setting: Quantizer, stage: str
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return dequantized matrices and the columns that a calibration fills."""
-        if not setting.calibrated or self.calibration is None:
-            return dequantized(self.subject.weights, setting), OWN_IMPLEMENTATION
-        ticks = counter(self.report, f"{stage}, calibrating", None)
-        found = gptq_model(
+        ids = None
+        columns: dict[str, Any] = {}
+        if setting.calibrated and self.calibration is not None:
+            ids = torch.from_numpy(self.calibration.ids)
+            columns["calibration"] = calibration_id(self.calibration)
+        found = apply(
             self.subject.checkpoint.model,
             self.subject.weights,
-            torch.from_numpy(self.calibration.ids),
             setting,
-            on_block=lambda done, total: ticks(done / total),
+            ids,
+            on_block=lambda done, total: self.report(f"{stage}, calibrating", done, total),
         )
-        columns = OWN_IMPLEMENTATION | {
-            "calibration": calibration_id(self.calibration),
-            "calibration_samples": float(found.windows),
-            "damping": max(found.damping.values()),
-        }
-        return found.weights, columns
+        return found.weights, columns | found.columns
 
     def _keep(self, found: Found, setting: Mapping[str, Any]) -> None:
         """Write a feature's side tables and pass its notes on."""

@@ -86,13 +86,7 @@ def open_subject(
         If either cannot be used, or the context is longer than the model allows.
     """
     opened = load(checkpoint, revision=revision, device=device)
-    longest = opened.description.max_context
-    if context is None:
-        context = min(longest or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
-    if longest is not None and context > longest:
-        raise TextError(
-            f"context must be at most {longest} for {checkpoint}. Got {context} instead."
-        )
+    context = usual_context(opened, context)
     found = windows(
         text,
         opened.tokenizer,
@@ -131,20 +125,59 @@ def calibration_windows(
         return None
     if text is None:
         raise TextError(f"method {methods[0]} needs a text to calibrate on: give --calibration.")
-    if samples < 1:
-        raise TextError(f"calibration_samples must be at least 1. Got {samples} instead.")
     protocol = subject.evaluation.protocol
-    found = windows(
-        text,
-        subject.checkpoint.tokenizer,
-        context=protocol.context,
-        vocab_size=subject.checkpoint.model.get_input_embeddings().weight.shape[0],
-        bos=protocol.bos,
+    found = calibration_text(
+        subject.checkpoint, text, samples, context=protocol.context, bos=protocol.bos
     )
-    found = found.take(spread(len(found), samples), 0)
     for others in (subject.probe, subject.evaluation):
         require_disjoint(found.ids, others.ids)
     return found
+
+
+def calibration_text(
+    opened: Checkpoint,
+    text: str | Path,
+    samples: int,
+    *,
+    context: int | None = None,
+    bos: Bos = "none",
+) -> Windows:
+    """Cut a text into windows, and take some of them, evenly spaced.
+
+    Raises
+    ------
+    TextError
+        If the text cannot be used, or ``samples`` is below 1.
+    """
+    if samples < 1:
+        raise TextError(f"calibration_samples must be at least 1. Got {samples} instead.")
+    found = windows(
+        text,
+        opened.tokenizer,
+        context=usual_context(opened, context),
+        vocab_size=opened.model.get_input_embeddings().weight.shape[0],
+        bos=bos,
+    )
+    return found.take(spread(len(found), samples), 0)
+
+
+def usual_context(opened: Checkpoint, context: int | None) -> int:
+    """Return the tokens of a window: as asked, or the model's longest input, but at most 512.
+
+    Raises
+    ------
+    TextError
+        If the context is longer than the model allows.
+    """
+    longest = opened.description.max_context
+    if context is None:
+        return min(longest or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+    if longest is not None and context > longest:
+        raise TextError(
+            f"context must be at most {longest} for {opened.description.path}. "
+            f"Got {context} instead."
+        )
+    return context
 
 
 def calibration_id(found: Windows) -> str:

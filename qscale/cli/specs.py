@@ -1,0 +1,87 @@
+"""``qscale specs``: what a quantizer setting can say."""
+
+from __future__ import annotations
+
+from qscale.cli.console import console, table
+from qscale.errors import QscaleError
+from qscale.quantize.format import RULE_WORDS, Format
+from qscale.quantize.setting import CALIBRATED, LIBRARIES, Setting
+
+
+def specs(spec: str | None = None, /) -> None:
+    """List formats, methods and libraries that a spec can name, or explain one spec.
+
+    Parameters
+    ----------
+    spec
+        A spec to explain, such as "gptq int4 g128 asym".
+    """
+    if spec is not None:
+        setting = Setting.parse(spec)
+        columns = setting.columns({})
+        console.print(
+            table(str(setting), ("column", "value"), [(k, _text(v)) for k, v in columns.items()])
+        )
+        return
+    console.print(
+        "A spec is a method, a format and options: gptq int4 g128 asym acts=int8/row", markup=False
+    )
+    console.print(
+        table(
+            "Formats",
+            ("format", "what shares a scale", "scale rules", "bits per weight"),
+            _formats(),
+        )
+    )
+    console.print(
+        table(
+            "Methods",
+            ("library", "methods", "calibrated"),
+            [
+                (name, ", ".join(methods), ", ".join(m for m in methods if m in CALIBRATED) or "-")
+                for name, methods in LIBRARIES.items()
+            ],
+        )
+    )
+    console.print(
+        "Options: acts=FORMAT rounds what matrices read, with / for spaces; act_order=no takes "
+        "columns in their order under gptq; library=NAME has an outside library quantize. A .toml "
+        "file in place of a spec gives each pattern of matrix names its own format.",
+        markup=False,
+    )
+
+
+def _formats() -> list[tuple[str, ...]]:
+    """Describe each format by what it accepts."""
+    lines: list[tuple[str, ...]] = []
+    for word in ("int4", "mxint4", "mxfp4", "mxfp8", "nvfp4", "fp8", "nf4", "fp4"):
+        fmt = Format.parse(word)
+        several = word in ("int4", "mxint4")
+        groups = [g for g in ("g16", "g128", "row", "tensor") if _possible(f"{word} {g}")]
+        if "g128" in groups:
+            groups = ["gN", *groups[2:]]
+        default = "row" if fmt.group_size is None else f"g{fmt.group_size}"
+        rules = [r for r in RULE_WORDS if _possible(f"{word} {r}")]
+        lines.append(
+            (
+                word.replace("4", "2 to " + word.replace("4", "8")) if several else word,
+                f"{', '.join(groups)} (default {default})",
+                f"{', '.join([*rules, 'mse'])}",
+                f"{fmt.bits_per_weight([(4096, 4096)]):.3f}",
+            )
+        )
+    return lines
+
+
+def _possible(text: str) -> bool:
+    """Whether a format can be had."""
+    try:
+        Format.parse(text)
+    except QscaleError:
+        return False
+    return True
+
+
+def _text(value: object) -> str:
+    """Print a column's value; a null as a dash."""
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
