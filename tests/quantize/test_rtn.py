@@ -261,7 +261,8 @@ def test_mean_error_falls_with_bits(spec):
         "int2 {} signed",
         "int4 {} asym",
         "mxint4 {}",
-        "mxfp4 {}",
+        "mxfp4 {} even",
+        "fp8 {}",
         "nf4 {}",
         "int3 {} mse",
     ],
@@ -271,6 +272,13 @@ def test_mean_error_rises_with_group_size(spec):
     words = [f"g{size}" for size in (8, 16, 32, 64, 128)] + whole
     errors = [mean_square(spec.format(word), 512) for word in words]
     assert all(small < large for small, large in itertools.pairwise(errors))
+
+
+@pytest.mark.parametrize("spec", ["mxfp4 {}", "mxfp8 {}"])
+def test_floats_of_the_floor_rule_lose_less_in_larger_blocks(spec):
+    """What it cuts off the largest value weighs more the fewer values there are."""
+    errors = [mean_square(spec.format(f"g{size}"), 512) for size in (4, 8, 16, 32, 64, 128)]
+    assert all(small > large for small, large in itertools.pairwise(errors))
 
 
 @given(
