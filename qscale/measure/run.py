@@ -132,6 +132,8 @@ def measure(
     training = combine((Statement("options", stated), *subject.checkpoint.description.statements))
     for sentence in (*training.remarks, _origins(training), *_cautions(subject, bos)):
         note(sentence)
+    if any(setting.activations for setting in settings):
+        note("Rounded activations count in losses and KL; other features are of the weights alone.")
     shared = subject_columns(subject, training.values)
     calibration_text = calibration_windows(subject, settings, calibration, calibration_samples)
     wanted = {

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def quantized_inputs(model: torch.nn.Module, names: Iterable[str], fmt: Format) -> Iterator[None]:
+def quantized_inputs(
+    model: torch.nn.Module, names: Iterable[str], fmt: Format | None
+) -> Iterator[None]:
     """Let the Linear modules of some matrices read rounded inputs for a while.
 
     Parameters
@@ -27,7 +29,7 @@ def quantized_inputs(model: torch.nn.Module, names: Iterable[str], fmt: Format) 
     names
         Parameter names of the matrices.
     fmt
-        Format of the inputs; see :func:`rounded_tokens`.
+        Format of the inputs, None to leave them as they are; see :func:`rounded_tokens`.
 
     Raises
     ------
@@ -37,6 +39,9 @@ def quantized_inputs(model: torch.nn.Module, names: Iterable[str], fmt: Format) 
     QscaleError
         If one scale is to serve more than a token.
     """
+    if fmt is None:
+        yield
+        return
     if fmt.per_tensor:
         raise QscaleError("Activations are rounded token by token: tensor cannot be had.")
     modules = dict(model.named_modules())
