@@ -214,7 +214,7 @@ def _integers(low: torch.Tensor, high: torch.Tensor, fmt: Format) -> IntegerGrid
         step = _finite((high / 2 - low / 2) / ((top - bottom) / 2), top - bottom)
         return IntegerGrid(step, (bottom - low / step).clamp(bottom, top).round(), bottom, top)
     if fmt.scale_rule == formats.ABSMAX_SIGNED:
-        step = torch.where(-low >= high, low, high) / bottom
+        step = torch.where(-low > high, low, high) / bottom
     elif fmt.scale_rule == formats.ABSMAX_FULL:
         step = torch.maximum(high, -low) / ((2**fmt.bits - 1) / 2)
     else:

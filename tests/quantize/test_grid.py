@@ -221,7 +221,7 @@ def test_signed_rule_by_hand():
     for weight, expected in (
         ([-4.0, 3.0, 1.4, -0.6], [-4.0, 2.0, 2.0, 0.0]),  # step 2: -4 -2 0 2, ties to even
         ([4.0, 3.0, 1.4, -0.6], [4.0, 4.0, 2.0, 0.0]),  # step -2: 4 2 0 -2
-        ([4.0, -4.0, 0.0, 0.0], [2.0, -4.0, 0.0, 0.0]),  # the negative one counts
+        ([4.0, -4.0, 0.0, 0.0], [4.0, -2.0, 0.0, 0.0]),  # of equals, the positive one counts
     ):
         assert rtn(torch.tensor([weight]), Format.parse("int2 signed")).tolist() == [expected]
 

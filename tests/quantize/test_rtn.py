@@ -113,6 +113,7 @@ POWERS = (
 OTHERS = ("int2 full", "int4 full g4", "int8 tensor full", "int2 asym", "int4 asym g4", "nvfp4")
 CLIPPED = ("int3 mse", "int2 asym g4 mse", "mxfp4 g4 mse", "nvfp4 mse", "fp8 tensor mse", "nf4 mse")
 SPECS = (*ABSMAX, *POWERS, *OTHERS)
+ODD = ("int2", "int3 g4", "int8 g5", "int4 tensor", "fp8", "fp8 g4", *POWERS, "nvfp4")
 WIDE = st.floats(-(2.0**127), 2.0**127, width=32)
 
 
@@ -158,7 +159,7 @@ def away_from_underflow(weight: np.ndarray, least: float = 2.0**-40) -> torch.Te
 
 
 @given(weight=matrices, spec=st.sampled_from(SPECS))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_error_is_at_most_half_a_step_and_what_is_cut_off(weight, spec):
     fmt = Format.parse(spec)
     if spec == "nvfp4":  # within the range of normal E4M3 scales
@@ -170,17 +171,15 @@ def test_error_is_at_most_half_a_step_and_what_is_cut_off(weight, spec):
 
 
 @given(weight=matrices, spec=st.sampled_from((*SPECS, *CLIPPED)), power=st.integers(-20, 20))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_scaling_by_a_power_of_two_commutes_to_the_bit(weight, spec, power):
     weight, fmt = away_from_underflow(np.clip(weight, -(2.0**30), 2.0**30)), Format.parse(spec)
     assert torch.equal(rtn(weight * 2.0**power, fmt), rtn(weight, fmt) * 2.0**power)
 
 
-@given(weight=matrices, spec=st.sampled_from((*ABSMAX, *POWERS, "nvfp4", "int4 full g4")))
-@settings(max_examples=300, deadline=None)
+@given(weight=matrices, spec=st.sampled_from(ODD))
+@settings(max_examples=200, deadline=None)
 def test_formats_whose_levels_are_symmetric_are_odd(weight, spec):
-    if any(word in spec for word in ("signed", "full", "nf4")):
-        return  # one more level on one side
     weight, fmt = torch.from_numpy(weight), Format.parse(spec)
     assert torch.equal(rtn(-weight, fmt), -rtn(weight, fmt))
 
@@ -190,7 +189,7 @@ def test_signed_levels_turn_with_the_weights_but_for_ties():
     fmt = Format.parse("int3 signed")
     assert torch.equal(rtn(-weight, fmt), -rtn(weight, fmt))
     tie = torch.tensor([[1.0, -1.0]])
-    assert rtn(tie, fmt).tolist() == rtn(-tie, fmt).flip(1).tolist() == [[0.75, -1.0]]
+    assert rtn(tie, fmt).tolist() == rtn(-tie, fmt).flip(1).tolist() == [[1.0, -0.75]]
     skew = torch.tensor([[1.0, -1.0, 0.5]])
     assert not torch.equal(
         rtn(-skew, Format.parse("int2 full")), -rtn(skew, Format.parse("int2 full"))
@@ -198,7 +197,7 @@ def test_signed_levels_turn_with_the_weights_but_for_ties():
 
 
 @given(weight=matrices, spec=st.sampled_from((*ABSMAX, *POWERS)))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_rounding_twice_is_rounding_once_to_the_bit(weight, spec):
     """The largest value becomes a level that gives the same step again.
 
@@ -284,7 +283,7 @@ def test_floats_of_the_floor_rule_lose_less_in_larger_blocks(spec):
 @given(
     weight=hnp.arrays(np.float32, (2, 9), elements=WIDE), spec=st.sampled_from((*SPECS, *CLIPPED))
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_any_finite_values_stay_finite_and_no_error_exceeds_the_largest(weight, spec):
     fmt = Format.parse(spec)
     rounded = rtn(torch.from_numpy(weight), fmt).numpy().astype(np.float64)
