@@ -13,30 +13,12 @@ from typing import TYPE_CHECKING, Any
 from qscale import gguf_file
 from qscale.errors import CheckpointError
 from qscale.hub import Source, find
-from qscale.provenance import (
-    TRAINING_COLUMNS,
-    Statement,
-    combine,
-    from_name,
-    statements,
-    training_metadata,
-)
+from qscale.provenance import Statement, combine, from_name, statements
 from qscale.shards import StoredTensor, locate, read_json, sha256
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-
-__all__ = [
-    "EMBEDDINGS",
-    "HEADS",
-    "TRAINING_COLUMNS",
-    "Description",
-    "describe",
-    "is_buffer",
-    "read_config",
-    "training_metadata",
-]
 
 EMBEDDINGS = frozenset(
     ("embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "word_embeddings")

@@ -1,8 +1,9 @@
 """Curvature of a language model's loss at its weights: traces, products and what they predict.
 
 ``guard`` makes a model twice differentiable, ``loss`` is the function that is differentiated,
-``head`` and ``products`` are its parts, ``hessian`` and ``ggn`` hold one estimator each,
-``estimate`` what they return, ``budget`` what they take, and ``parallel`` shares them out.
+``head`` and ``products`` are its parts, ``hessian``, ``ggn``, ``along``, ``kronecker`` and
+``spectrum`` hold one estimator each, ``estimate`` what traces return, ``budget`` what they take,
+and ``parallel`` shares them out.
 """
 
 from qscale.measure.curvature.budget import Cost, cost

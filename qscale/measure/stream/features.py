@@ -193,8 +193,8 @@ def open_weights(checkpoint: str | Path) -> tuple[dict[str, Any], dict[str, Stor
     folder = find(checkpoint).path
     if folder.is_file():
         raise CheckpointError(
-            f"{folder}: weights are streamed from safetensors files only. Open the GGUF file with "
-            "transformers and call model.save_pretrained(folder)."
+            f"{folder}: weights are streamed from safetensors files only. Give the Hugging Face "
+            "folder that the GGUF file was made from."
         )
     config, tensors = read_config(folder), locate(folder)
     return config, {n: t for n, t in tensors.items() if not is_buffer(n, ndim=len(t.shape))}
