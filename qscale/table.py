@@ -224,19 +224,26 @@ def read(path: str | Path, mapping: Mapping[str, str] | None = None) -> pd.DataF
     if not path.name.endswith(_SUFFIXES):
         raise TableError(f"{path}: a table must end in one of {', '.join(_SUFFIXES)}.")
     try:
-        frame = pd.read_parquet(path) if path.suffix == ".parquet" else _read_csv(path)
+        if path.suffix == ".parquet":
+            frame = pd.read_parquet(path)
+        else:
+            frame = _read_csv(path, mapping or {})
     except (ValueError, OSError, EOFError) as error:
         reason = str(error).splitlines()[0]
         raise TableError(f"{path}: cannot be read as a table ({reason}).") from error
     return check(rename(frame, mapping or {}, str(path)), str(path))
 
 
-def _read_csv(path: Path) -> pd.DataFrame:
+def _read_csv(path: Path, mapping: Mapping[str, str]) -> pd.DataFrame:
     """Read a CSV, refusing what pandas would quietly turn into a frame of one text column."""
-    header = pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0].str.strip()
+    written = pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0]
+    header = written.str.strip()
     if header.dropna().duplicated().any():  # pandas would rename the second
         raise ValueError(f"column {header[header.duplicated()].iloc[0]!r} appears twice")
-    frame = pd.read_csv(path, low_memory=False).rename(columns=str.strip)
+    # A hash such as 0050950e7685 would be read as the number that it also is.
+    texts = {mapping.get(c.name, c.name) for c in COLUMNS.values() if c.kind == "text"}
+    dtypes = dict.fromkeys(written[header.isin(texts)], str)
+    frame = pd.read_csv(path, low_memory=False, dtype=dtypes).rename(columns=str.strip)
     if len(frame.columns) < 2:
         raise ValueError(f"only one column, {str(frame.columns[0])[:40]!r}; is this a CSV table?")
     return frame

@@ -49,6 +49,15 @@ def test_a_mapped_column_takes_its_new_name(tmp_path) -> None:
     assert table.read(path, {"tokens": "D", "bits": "P"})["tokens"].tolist() == [1e12]
 
 
+def test_text_that_could_be_a_number_stays_text(tmp_path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(" checkpoint,R,tokens\n0050950e7685,007,1e9\n123456789012,,2e9\n")
+    back = table.read(path, {"run": "R"})
+    assert back["checkpoint"].tolist() == ["0050950e7685", "123456789012"]
+    assert back["run"].tolist() == ["007", None]
+    assert back["tokens"].tolist() == [1e9, 2e9]
+
+
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
