@@ -98,6 +98,12 @@ def gptq(
     The factor is computed in float64 and the columns in float32, or float64 if the weights are.
     The reference implementation sets dead columns to zero; rounding them costs nothing on the
     calibration inputs either, and keeps what they do on others.
+
+    Rounding micro-blocks of several columns at once, as is done for microscaling formats, is left
+    out. It saves up to half of the time spent on columns, which is less than the factor takes, but
+    the columns of a micro-block then do not make up for each other's error: in a Llama of 6 million
+    parameters, over formats of 2 to 8 bits, the reconstruction error is larger by 4 to 8 % with 4
+    columns at once and by 45 to 92 % with 32.
     """
     _check(weight, gram, damping, block_size)
     gram = gram.to(weight.device, torch.float64)
