@@ -215,22 +215,21 @@ def _integers(low: torch.Tensor, high: torch.Tensor, fmt: Format) -> IntegerGrid
         return IntegerGrid(step, (bottom - low / step).clamp(bottom, top).round(), bottom, top)
     if fmt.scale_rule == formats.ABSMAX_SIGNED:
         step = torch.where(-low > high, low, high) / bottom
-    elif fmt.scale_rule == formats.ABSMAX_FULL:
+        return IntegerGrid(_finite(step.abs(), -bottom).copysign(step), None, bottom, top)
+    if fmt.scale_rule == formats.ABSMAX_FULL:
         step = torch.maximum(high, -low) / ((2**fmt.bits - 1) / 2)
-    else:
-        bottom = -top
-        step = torch.maximum(high, -low) / top
-    return IntegerGrid(_finite(step, -bottom), None, bottom, top)
+        return IntegerGrid(_finite(step, -bottom), None, bottom, top)
+    return IntegerGrid(_finite(torch.maximum(high, -low) / top, top), None, -top, top)
 
 
 def _finite(step: torch.Tensor, levels: float) -> torch.Tensor:
-    """Return the step, 1 for one that underflowed, smaller where ``levels`` times it overflow.
+    """Return the step, a positive number, so that ``levels`` times it do not overflow.
 
     An infinite one stays, so that the values it came from do not pass for finite ones.
     """
-    limit = torch.finfo(step.dtype).max * (1 - 2**-20) / levels
-    limited = torch.where(step.isinf(), step, step.clamp(-limit, limit))
-    return torch.where(step == 0, 1.0, limited)
+    info = torch.finfo(step.dtype)
+    limited = step.clamp(info.tiny * info.eps, info.max * (1 - 2**-20) / levels)
+    return torch.where(step.isinf(), step, limited)
 
 
 def _power(absmax: torch.Tensor, below: int, mantissa: int | None = None) -> torch.Tensor:

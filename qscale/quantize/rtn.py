@@ -32,8 +32,8 @@ def rtn(weight: torch.Tensor, fmt: Format, whole: torch.Tensor | None = None) ->
     Returns
     -------
     torch.Tensor
-        Dequantized values, same shape and dtype. A group whose step underflows becomes zero; an
-        element that is NaN or infinite makes its whole group so (see `grid`).
+        Dequantized values, same shape and dtype. An element that is NaN or infinite makes its
+        whole group so (see `grid`).
 
     Raises
     ------
@@ -57,7 +57,9 @@ def rtn(weight: torch.Tensor, fmt: Format, whole: torch.Tensor | None = None) ->
     taken = max(1, PIECE // columns) if weight.device.type == "cpu" else rows
     for start in range(0, rows, taken):
         part = slice(start, start + taken)
-        piece = torch.nn.functional.pad(weight[part].to(work), (0, -columns % size))
+        piece = weight[part].to(work)
+        if columns % size:
+            piece = torch.nn.functional.pad(piece, (0, -columns % size))
         groups = piece.reshape(len(piece), -1, size)
         shared = whole[part] if whole is not None and whole.ndim else whole
         levels = grid(groups, fmt, whole=shared)
