@@ -221,8 +221,7 @@ def read(path: str | Path, mapping: Mapping[str, str] | None = None) -> pd.DataF
         raise TableError(
             f"{path}: no such file. Give a .csv or .parquet table or a dataset's name."
         )
-    if not path.name.endswith(_SUFFIXES):
-        raise TableError(f"{path}: a table must end in one of {', '.join(_SUFFIXES)}.")
+    check_path(path)
     try:
         if path.suffix == ".parquet":
             frame = pd.read_parquet(path)
@@ -447,6 +446,18 @@ def require_numbers(frame: pd.DataFrame, columns: Sequence[str], where: str) -> 
             )
 
 
+def check_path(path: Path) -> None:
+    """Raise unless a file's name ends as a table's.
+
+    Raises
+    ------
+    TableError
+        Naming the endings.
+    """
+    if not path.name.endswith(_SUFFIXES):
+        raise TableError(f"{path}: a table must end in one of {', '.join(_SUFFIXES)}.")
+
+
 def write(frame: pd.DataFrame, path: str | Path) -> None:
     """Write a table to ``.csv`` or ``.parquet``; readers see the old file or the new, never a part.
 
@@ -456,8 +467,7 @@ def write(frame: pd.DataFrame, path: str | Path) -> None:
         If the suffix is neither.
     """
     path = Path(path)
-    if not path.name.endswith(_SUFFIXES):
-        raise TableError(f"{path}: a table must end in one of {', '.join(_SUFFIXES)}.")
+    check_path(path)
     with replacing(path) as partial:
         if path.suffix == ".parquet":
             frame.to_parquet(partial, index=False)

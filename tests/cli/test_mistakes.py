@@ -258,3 +258,27 @@ def test_a_missing_interval_is_explained_and_an_undetermined_one_warns_of_nothin
 )
 def test_an_option_of_other_commands(data, capsys, arguments, message) -> None:
     assert re.search(message, mistake(capsys, arguments[0], "rows.csv", *arguments[1:]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--spec", "rtn int44"), "Spec 'rtn int44': bits.*Got 44"),
+        (("--spec", "rtn itn4"), "A format must be int or mxint.*Got 'itn4'"),
+        (("--spec", "none.toml"), "none.toml: cannot be read"),
+        (("--spec", "mix.toml"), r"mix.toml: '\*': bits.*Got 9"),
+        (("--spec", "rtn int4 row", "-o", "rows.csv"), "rows.csv: exists and is not a table of"),
+        (("--spec", "rtn int4 row", "-o", "out.txt"), "out.txt: a table must end in one of .csv"),
+        (("--spec", "rtn int4 row", "-o", "folder"), "folder: is not a file that can be replaced"),
+        (("--spec", "rtn int4 row", "--probes", "1"), "num_probes must be at least 2. Got 1"),
+        (("--spec", "rtn int4 row", "--batch-windows", "0"), "batch_windows must be at least 1"),
+    ],
+)
+def test_an_option_of_sensitivity(data, capsys, options, message) -> None:
+    (data / "mix.toml").write_text('[formats]\n"*" = "int9"\n')
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    flags = {"--text": "text.txt", "-o": "out.csv"} | given
+    (data / "text.txt").write_text("some words of text " * 50)
+    arguments = [part for pair in flags.items() for part in pair]
+    assert re.search(message, mistake(capsys, "sensitivity", "folder", *arguments))
+    assert not (data / "out.csv").exists()
