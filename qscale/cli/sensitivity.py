@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from qscale.atomic import check_place, replacing
 from qscale.cli.console import Seed, console, number, progress, table
+from qscale.quantize.export import TOOLS
 from qscale.quantize.mix import parse_setting
 
 if TYPE_CHECKING:
@@ -32,6 +35,8 @@ def sensitivity(
     spec: str,
     output: Annotated[Path, Parameter(name=["--output", "--out", "-o"])],
     predicted_only: bool = False,
+    export: Path | None = None,
+    export_for: Literal["compressed-tensors", "auto-round"] = "compressed-tensors",
     calibration: Path | None = None,
     calibration_samples: int = 64,
     revision: str | None = None,
@@ -64,6 +69,10 @@ def sensitivity(
         Table to write, .csv or .parquet.
     predicted_only
         Predict, but do not measure.
+    export, export_for
+        JSON file for the formats, module by module, as another tool reads them: the
+        quantization_config of compressed-tensors (vLLM, llm-compressor), or auto-round's
+        layer_config.
     calibration, calibration_samples
         UTF-8 text file that a method calibrates on, and the number of windows to take from it.
     revision
@@ -88,6 +97,8 @@ def sensitivity(
         Measure again what the output already holds.
     """
     setting = parse_setting(spec)
+    if export is not None:
+        check_place(export)
 
     from qscale.measure import sensitivity as measuring  # noqa: PLC0415 - torch loads here
 
@@ -114,6 +125,11 @@ def sensitivity(
         )
     _print(f"{checkpoint}, {setting}: cost in 0.001 nats per token", found)
     console.print(f"Written to {output}.", markup=False)
+    if export is not None:
+        with replacing(export) as partial:
+            content = TOOLS[export_for](setting, found.names)
+            partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        console.print(f"Formats for {export_for} written to {export}.", markup=False)
 
 
 def _print(title: str, found: Sensitivity) -> None:

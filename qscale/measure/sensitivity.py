@@ -55,10 +55,13 @@ class Sensitivity:
         windows and probes, of what is measured over evaluation windows.
     joint
         The same costs with all matrices quantized at once.
+    names
+        Parameter names of all of the model's matrices, in its order; a mix may leave some alone.
     """
 
     matrices: pd.DataFrame
     joint: dict[str, float]
+    names: tuple[str, ...]
 
     def agreement(self, predicted: str, measured: str) -> float:
         """Spearman's rank correlation of two columns over matrices; NaN below three matrices."""
@@ -168,7 +171,7 @@ def sensitivity(
         frame = frame.join(known.set_index("matrix")[list(MEASURED)], on="matrix")
     table.write(frame, out)
     if not measured:
-        return Sensitivity(frame, found.joint)
+        return Sensitivity(frame, found.joint, found.names)
     full = reference(
         subject.checkpoint.model,
         subject.evaluation,
@@ -189,7 +192,7 @@ def sensitivity(
         for name, value in cost(frame.loc[row, "matrix"]).items():
             frame.loc[row, name] = value
         table.write(frame, out)
-    return Sensitivity(frame, found.joint | joint)
+    return Sensitivity(frame, found.joint | joint, found.names)
 
 
 def predicted(
@@ -250,7 +253,7 @@ def predicted(
         "gauss_newton_delta": whole.value,
         "gauss_newton_delta_se": whole.se,
     }
-    return Sensitivity(frame.reset_index(drop=True), joint)
+    return Sensitivity(frame.reset_index(drop=True), joint, tuple(subject.weights))
 
 
 def costs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -195,7 +196,10 @@ def test_command_ranks_and_says_how_well_it_predicts(trained_llama, text_file, t
     main([*call, "--predicted-only"])
     printed = capsys.readouterr().out
     assert "KL" not in printed
-    main(list(call))
+    main([*call, "--export", str(tmp_path / "layers.json"), "--export-for", "auto-round"])
+    layers = json.loads((tmp_path / "layers.json").read_text())
+    assert len(layers) == 14
+    assert layers["model.layers.1.mlp.down_proj"]["group_size"] == 8
     printed = capsys.readouterr().out
     rows = table.read(out)
     first = rows["matrix"].iloc[0].removesuffix(".weight").removeprefix("model.layers.")
