@@ -1,9 +1,10 @@
 """Speed of rounding to nearest beside plain torch, and of GPTQ beside llm-compressor, on one core.
 
 A square float32 matrix, int4 in groups of 128. Jobs take turns in one process, and the least
-processor time of each counts. GPTQ is compared at equal settings: symmetric levels of the full
-rule, grids of the original groups, damping 0.01, a Gram matrix of correlated inputs; the error is
-tr((W - Q) X X^T (W - Q)^T). Run it where llm-compressor is installed::
+processor time of each counts. GPTQ has symmetric levels of the full rule, damping 0.01 and the Gram
+matrix of correlated inputs; the error is tr((W - Q) X X^T (W - Q)^T). By columns in their order
+qscale chooses a group's grid when its first column comes up, llm-compressor beforehand; by norm
+both choose them beforehand. Run it where llm-compressor is installed::
 
     OMP_NUM_THREADS=1 python benchmarks/quantize_speed.py
 """

@@ -51,8 +51,9 @@ def rtn(weight: torch.Tensor, fmt: Format, whole: torch.Tensor | None = None) ->
         return grid(values, fmt, (-2, -1)).round(values).to(weight.dtype)
     rows, columns = weight.shape
     size = fmt.group_size or columns
-    if whole is None and not fmt.rowwise:
-        whole = torch.stack(weight.aminmax()).abs().amax().to(work)
+    if not fmt.rowwise:
+        whole = torch.stack(weight.aminmax()).abs().amax() if whole is None else whole
+        whole = whole.to(work)
     rounded = weight.new_empty(rows, columns)
     taken = max(1, PIECE // columns) if weight.device.type == "cpu" else rows
     for start in range(0, rows, taken):

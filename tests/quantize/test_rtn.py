@@ -322,6 +322,9 @@ def test_half_precision_weights_are_rounded_in_single(spec):
         rounded = rtn(half, Format.parse(spec))
         assert rounded.dtype == dtype
         assert torch.equal(rounded, rtn(half.float(), Format.parse(spec)).to(dtype))
+        whole = half.abs().amax(1)[:, None, None]
+        rounded = rtn(half, Format.parse(spec), whole)
+        assert torch.equal(rounded, rtn(half.float(), Format.parse(spec), whole.float()).to(dtype))
 
 
 @pytest.mark.parametrize("spec", [*SPECS, *CLIPPED])
