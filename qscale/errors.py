@@ -33,6 +33,10 @@ class FitError(QscaleError):
     """A law cannot be fitted to the rows that were given."""
 
 
+class SweepError(QscaleError):
+    """The plan of a sweep is wrong, or its folder cannot be used."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of a message that guesses which known name was meant; empty without a guess.
 

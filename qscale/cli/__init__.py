@@ -18,7 +18,7 @@ app = App(
 )
 for _name in (
     "datasets", "laws", "fit", "regress", "predict", "measure", "quantize", "sensitivity", "specs",
-    "plot", "report", "compare", "select",
+    "plot", "report", "compare", "select", "sweep",
 ):  # fmt: skip
     app.command(f"qscale.cli.{_name}:{_name}", name=_name)
 

@@ -1,0 +1,392 @@
+"""``qscale sweep``: run a plan of independent tasks, see how far it is, collect its rows."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import App, Parameter, validators
+
+from qscale.cli.console import console, pairs, refuse_existing, table
+from qscale.errors import SweepError
+from qscale.sweep import plan as plans
+from qscale.sweep import store
+from qscale.sweep.estimate import duration, expected
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from qscale.sweep.plan import Plan, Task
+
+sweep = App(
+    name="sweep",
+    help="Run a plan of independent tasks on any number of workers, and collect their rows.",
+    help_epilogue="Exit status: 0 all tasks are done, 1 some failed, 2 a mistake in plan or "
+    "options, 3 some are left: another sweep is at them, or a worker was lost or stopped.",
+)
+
+DONE, SOME_FAILED, SOME_LEFT = 0, 1, 3
+SHOWN = 10
+"""Failures, damaged parts and such that are listed one by one."""
+
+_Folder = Annotated[Path | None, Parameter(name="--out")]
+
+
+@sweep.default
+@sweep.command(name="run")
+def run(
+    plan: Path,
+    /,
+    *,
+    out: _Folder = None,
+    engine: Literal["local", "submitit", "dask"] = "local",
+    workers: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 1,
+    index: Annotated[int | None, Parameter(validator=validators.Number(gte=0))] = None,
+    retries: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 1,
+    threads: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
+    setting: list[str] | None = None,
+    keep_scratch: bool = False,
+    dry_run: bool = False,
+) -> None:
+    """Run the tasks of a plan that are not done yet.
+
+    Any number of calls may share a folder, on one machine or on several: each task is run once. A
+    call that was stopped goes on where it was, and tries tasks that failed again. Exit status: 0
+    all tasks are done, 1 some failed, 2 a mistake in plan or options, 3 some are left.
+
+    Parameters
+    ----------
+    plan
+        TOML file: task names a function, [fixed] its parameters, [grid] lists of values to cross,
+        [[exclude]] what to leave out, and [[arms]] tables of the same names.
+    out
+        Folder of the sweep; by default the plan's name ending in .sweep.
+    engine
+        Where workers run: local processes, jobs of submitit (Slurm), or Dask.
+    workers
+        Processes or jobs; each takes one task after the other.
+    index
+        Run this one task in this process, counted from 0 in the plan's order, as for a job array:
+        --index $SLURM_ARRAY_TASK_ID.
+    retries
+        Further attempts at a task that fails or whose worker is lost.
+    threads
+        Threads of each worker; by default the processors divided by the workers. Sums differ in
+        their last digits with the number of threads.
+    setting
+        NAME=VALUE for the engine, may be repeated: submitit takes slurm_partition=gpu,
+        timeout_min=600, cluster=local and so on; dask takes address=tcp://host:8786.
+    keep_scratch
+        Keep what tasks write to their scratch folders.
+    dry_run
+        Print the number of tasks and the estimate, and run nothing.
+    """
+    from qscale.sweep import engine as engines  # noqa: PLC0415 - joblib takes a quarter of a second
+    from qscale.sweep import tasks  # noqa: PLC0415
+    from qscale.sweep.work import Job, work  # noqa: PLC0415
+
+    read = plans.read(plan)
+    tasks.check(read)
+    out = _folder(plan, out)
+    chosen = _chosen(read, index)
+    settings = _settings(setting)
+    records, damaged = store.records(out, (task.hash for task in chosen))
+    _print_damaged(damaged)
+    left = [task for task in chosen if task.hash not in records]
+    _print_estimate(read, chosen, left, records, workers)
+    if dry_run:
+        return
+    store.prepare(out)
+    for key in damaged:
+        store.discard(out, key)
+    job = Job(
+        out=out,
+        function=read.function,
+        source=read.source,
+        folder=read.path.parent.absolute(),
+        tasks=tuple(left),
+        retries=retries,
+        since=time.time(),
+        threads=threads or _threads(engine, settings, workers),
+        keep_scratch=keep_scratch,
+    )
+    if not left:
+        remarks = []
+    elif index is not None:
+        remarks = [remark] if (remark := work(job)) else []
+    else:
+        with _progress(out, chosen) as tick:
+            remarks = engines.run(
+                job, min(workers, len(left)), engine, settings=settings, on_tick=tick
+            )
+    _finish(out, read, chosen, job.since, remarks)
+
+
+@sweep.command
+def status(plan: Path, /, *, out: _Folder = None) -> None:
+    """Say how far a sweep is: done, failed, at work and left, by arm.
+
+    Exit status: 0 all tasks are done, 1 some failed and none is left, 2 a mistake in plan or
+    options, 3 some are left.
+
+    Parameters
+    ----------
+    plan
+        The plan, as for qscale sweep run.
+    out
+        Folder of the sweep; by default the plan's name ending in .sweep.
+    """
+    read = plans.read(plan)
+    out = _folder(plan, out)
+    records, damaged = store.records(out, (task.hash for task in read.tasks))
+    failed, at_work = store.failed(out), store.at_work(out)
+    lines = []
+    for arm in dict.fromkeys(task.arm for task in read.tasks):
+        own = [task for task in read.tasks if task.arm == arm]
+        counts = Counter(_state(task, records, failed, at_work) for task in own)
+        cost = expected(read.tasks, [t for t in own if t.hash not in records], records)
+        seconds = [float(records[t.hash]["seconds"]) for t in own if t.hash in records]
+        lines.append(
+            (
+                arm,
+                *(str(n) for n in (len(own), *(counts[s] for s in _STATES))),
+                duration(sum(seconds) / len(seconds)) if seconds else "-",
+                "-" if cost.seconds is None else duration(cost.seconds),
+            )
+        )
+    console.print(table(str(plan), ("arm", "tasks", *_STATES, "time each", "time left"), lines))
+    _print_damaged(damaged)
+    _print_others(out, read, records)
+    _print_failures(out, [t for t in read.tasks if t.hash in failed])
+    states = [_state(task, records, failed, at_work) for task in read.tasks]
+    if {"left", "at work"} & {*states}:
+        sys.exit(SOME_LEFT)
+    sys.exit(SOME_FAILED if "failed" in states else DONE)
+
+
+@sweep.command
+def collect(
+    plan: Path,
+    /,
+    *,
+    out: _Folder = None,
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
+    others: bool = False,
+    force: bool = False,
+) -> None:
+    """Merge what finished tasks returned into one parquet table for each kind.
+
+    Rows are checked as a measurement table; other kinds go to files beside it. A damaged part is
+    named and left out, and counts as not done. Exit status: 0 all tasks are collected, 2 a mistake,
+    3 some are not.
+
+    Parameters
+    ----------
+    plan
+        The plan, as for qscale sweep run.
+    out
+        Folder of the sweep; by default the plan's name ending in .sweep.
+    output
+        Table to write, .parquet; by default rows.parquet in the sweep's folder, written anew.
+    others
+        Collect also what is in the folder and not in the plan, as tasks of an earlier plan.
+    force
+        Replace an output that is there.
+    """
+    from qscale.sweep import collect as collecting  # noqa: PLC0415 - half a second
+
+    read = plans.read(plan)
+    out = _folder(plan, out)
+    refuse_existing(output, force)
+    keys = [task.hash for task in read.tasks]
+    wanted = keys + (sorted(store.done(out) - {*keys}) if others else [])
+    records, damaged = store.records(out, wanted)
+    _print_damaged(damaged)
+    if not records:
+        raise SweepError(f"{out}: no task of {plan} is done; run the sweep first.")
+    for path, rows in collecting.collect(out, records, output or out / "rows.parquet").items():
+        console.print(f"{rows:,} rows written to {path}.", markup=False)
+    if not others:
+        _print_others(out, read, records)
+    missing = sum(key not in records for key in keys)
+    if missing:
+        console.print(f"{missing} of {len(keys)} tasks are not done and not in it.", markup=False)
+        sys.exit(SOME_LEFT)
+
+
+_STATES = ("done", "failed", "at work", "left")
+
+
+def _state(task: Task, records: Mapping[str, Any], failed: set[str], at_work: set[str]) -> str:
+    """Say where a task is."""
+    if task.hash in records:
+        return "done"
+    if task.hash in at_work:
+        return "at work"
+    return "failed" if task.hash in failed else "left"
+
+
+def _folder(plan: Path, out: Path | None) -> Path:
+    """Return the sweep's folder."""
+    return (out or plan.with_suffix(".sweep")).absolute()
+
+
+def _chosen(read: Plan, index: int | None) -> tuple[Task, ...]:
+    """Return the tasks of a call."""
+    if index is None:
+        return read.tasks
+    if index >= len(read.tasks):
+        raise SweepError(
+            f"--index must be from 0 to {len(read.tasks) - 1}, {read.path} has {len(read.tasks)} "
+            f"tasks. Got {index} instead."
+        )
+    return read.tasks[index : index + 1]
+
+
+def _settings(items: list[str] | None) -> dict[str, Any]:
+    """Parse settings of an engine; whole numbers become numbers."""
+    given = pairs(items or [], "--setting")
+    return {name: int(value) if value.isdecimal() else value for name, value in given.items()}
+
+
+def _threads(engine: str, settings: Mapping[str, Any], workers: int) -> int | None:
+    """Share this machine's processors; workers elsewhere see for themselves what they have."""
+    import joblib  # noqa: PLC0415 - a quarter of a second
+
+    here = engine == "local" or settings.get("cluster") == "local"
+    here = here or (engine == "dask" and "address" not in settings)
+    return max(1, joblib.cpu_count() // workers) if here else None
+
+
+@contextmanager
+def _progress(out: Path, chosen: tuple[Task, ...]) -> Iterator[Callable[[], None]]:
+    """Show how many tasks are done, failed and left, and the time left."""
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import (  # noqa: PLC0415
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    stderr = Console(stderr=True)
+    keys = {task.hash for task in chosen}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, TimeRemainingColumn(), console=stderr, transient=True,
+        disable=not stderr.is_terminal,
+    ) as shown:  # fmt: skip
+        bar = shown.add_task("starting", total=len(keys), completed=len(store.done(out) & keys))
+
+        def tick() -> None:
+            done, failed = len(store.done(out) & keys), len(store.failed(out) & keys)
+            text = f"{done} done, {failed} failed, {len(keys) - done - failed} left"
+            shown.update(bar, completed=done, description=text)
+
+        yield tick
+
+
+def _finish(
+    out: Path, read: Plan, chosen: tuple[Task, ...], since: float, remarks: list[str]
+) -> None:
+    """Print what came of a call and exit with its status."""
+    keys = {task.hash for task in chosen}
+    done = store.done(out) & keys
+    tried = {key for key in keys - done if _fresh(out, key, since)}
+    if remarks and not tried and all(_time(out, key) < since for key in done):
+        raise SweepError(" ".join(remarks))
+    failed = [task for task in chosen if task.hash in tried]
+    left = len(keys) - len(done) - len(failed)
+    console.print(
+        f"{len(done)} of {len(keys)} tasks done, {len(failed)} failed, {left} left. "
+        f"Collect them with: qscale sweep collect {read.path}",
+        markup=False,
+    )
+    for remark in remarks:
+        console.print(f"Note: {remark}", markup=False)
+    _print_failures(out, failed)
+    if left or failed:
+        sys.exit(SOME_LEFT if left else SOME_FAILED)
+
+
+def _fresh(out: Path, key: str, since: float) -> bool:
+    """Whether the last attempt at a task failed in this call, or in one beside it."""
+    return any(float(a.get("time", 0)) >= since for a in store.attempts(out, key))
+
+
+def _time(out: Path, key: str) -> float:
+    """Return when a part appeared."""
+    return (out / store.PARTS / key).stat().st_mtime
+
+
+def _print_estimate(
+    read: Plan,
+    chosen: tuple[Task, ...],
+    left: list[Task],
+    records: Mapping[str, Mapping[str, Any]],
+    workers: int,
+) -> None:
+    """Print how many tasks there are and what they will take."""
+    arms = len({task.arm for task in read.tasks})
+    console.print(
+        f"{read.path}: {len(chosen)} tasks of {read.function}"
+        + (f" in {arms} arms" if arms > 1 else "")
+        + f", {len(records)} done, {len(left)} to do."
+        + (f" {read.repeated} more are repeated and run once." if read.repeated else ""),
+        markup=False,
+    )
+    cost = expected(read.tasks, left, records)
+    if not left:
+        return
+    if cost.seconds is None:
+        console.print("Time left: unknown until a task is done; [cost] can state it.", markup=False)
+        return
+    took = f"{duration(cost.seconds / min(workers, len(left)))} with {workers} workers"
+    rest = f", and {cost.unknown} tasks of unknown cost" if cost.unknown else ""
+    memory = f" Memory: {workers} x {cost.gigabytes:.2g} GB." if cost.gigabytes else ""
+    console.print(f"Time left: about {took}{rest}.{memory}", markup=False)
+
+
+def _print_damaged(damaged: Mapping[str, SweepError]) -> None:
+    """Name the parts that do not count."""
+    for error in damaged.values():
+        console.print(f"Note: {error}; the task counts as not done.", markup=False)
+
+
+def _print_others(out: Path, read: Plan, records: Mapping[str, Mapping[str, Any]]) -> None:
+    """Tell of parts that are not the plan's, and of those that another version of a file made."""
+    others = store.done(out) - {task.hash for task in read.tasks}
+    if others:
+        console.print(
+            f"Note: {len(others)} finished tasks in {out} are not in {read.path}; they are kept, "
+            "and collected only with --others.",
+            markup=False,
+        )
+    if read.source is not None:
+        now = store.file_hash(read.source)
+        older = sum(record.get("code") != now for record in records.values())
+        if older:
+            console.print(
+                f"Note: {older} finished tasks were run by another version of {read.source.name}; "
+                "change a parameter, or take another --out, to run them again.",
+                markup=False,
+            )
+
+
+def _print_failures(out: Path, failed: list[Task]) -> None:
+    """List tasks that failed and what their last attempt said."""
+    for task in failed[:SHOWN]:
+        attempts = store.attempts(out, task.hash)
+        if attempts:
+            console.print(
+                f"Failed: {task.hash} after {len(attempts)} attempts: {attempts[-1]['error']}",
+                markup=False,
+            )
+    if failed:
+        more = f"{len(failed) - SHOWN} more failed. " if len(failed) > SHOWN else ""
+        console.print(f"{more}Tracebacks are in {out / store.FAILED}.", markup=False)
