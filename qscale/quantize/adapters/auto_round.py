@@ -11,6 +11,7 @@ from auto_round.data_type.int import quant_tensor_asym, quant_tensor_sym
 from auto_round.data_type.mxfp import quant_mx
 from auto_round.data_type.nvfp import nv_fp4
 
+from qscale.errors import QscaleError
 from qscale.quantize import format as formats
 
 if TYPE_CHECKING:
@@ -49,7 +50,19 @@ def quantize_model(
 
     Computes in float32 rather than auto-round's default of half precision, with scales in
     float32, so that weights are on the grid of the format.
+
+    Raises
+    ------
+    QscaleError
+        If a matrix is one that auto-round leaves alone without a word.
     """
+    for name in named:
+        rows, columns = model.get_parameter(name).shape
+        if rows % 32 or columns % 32:
+            raise QscaleError(
+                f"auto-round needs matrices whose rows and columns are divisible by 32. {name} is "
+                f"{rows} by {columns}; choose another library."
+            )
     layers = {
         name: {"bits": 32, "act_bits": 32}
         for name, module in model.named_modules()
@@ -57,7 +70,7 @@ def quantize_model(
     }
     layers |= {name.removesuffix(".weight"): _scheme(fmt) for name, fmt in named.items()}
     windows: Any = [{"input_ids": window} for window in ids]
-    rounded, _ = AutoRound(
+    rounded, done = AutoRound(
         model,
         _NoTokenizer(),
         scheme="W4A16",
@@ -73,6 +86,9 @@ def quantize_model(
         enable_torch_compile=False,
         low_cpu_mem_usage=False,
     ).quantize()
+    for name, fmt in named.items():
+        if done[name.removesuffix(".weight")]["bits"] != fmt.bits:
+            raise QscaleError(f"auto-round has left {name} alone. Choose another library.")
     return {name: rounded.get_parameter(name).detach() for name in named}
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import modelopt.torch.quantization as mtq
 import torch
 
+from qscale.errors import QscaleError
 from qscale.quantize import format as formats
 from qscale.quantize.setting import GPTQ
 
@@ -58,6 +59,9 @@ def quantize_model(
         name: getattr(module.input_quantizer, "pre_quant_scale", None)
         for name, module in modules.items()
     }
+    for name, module in modules.items():
+        if not module.weight_quantizer.is_enabled:
+            raise QscaleError(f"modelopt has left {name} alone. Choose another library.")
     mtq.fold_weight(model)
     found = {}
     for name, module in modules.items():
