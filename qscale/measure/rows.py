@@ -52,7 +52,6 @@ def subject_columns(subject: Subject, stated: dict[str, float | str]) -> dict[st
         "n_params": float(description.n_params),
         "n_params_total": float(description.n_params_total),
         "method_kind": "ptq",
-        "n_quantized": float(len(subject.weights)),
         "scored_tokens": float(subject.evaluation.protocol.scored_tokens),
     }
 
@@ -64,7 +63,9 @@ def weight_columns(
     signal = sum(squared_norms(subject.weights).values())
     noise = sum(squared_norms(errors).values())
     sqnr = sqnr_db(signal, noise)
+    formats = [setting.format_of(name) for name in subject.weights]
     return {
+        "n_quantized": float(sum(fmt is not None for fmt in formats)),
         "bits_per_weight": setting.bits_per_weight(subject.shapes),
         "n_ragged": float(ragged(subject.weights, setting)),
         "weight_norm": math.sqrt(signal),

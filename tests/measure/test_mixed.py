@@ -63,6 +63,8 @@ def test_rows_of_mixes_say_what_is_stored_and_lost(measured, trained, text_file)
     with fake_quantized(subject.weights, SPLIT):
         assert row["kl"] == pytest.approx(mean_and_se(compare(model, full).kl, full.counts)[0])
     assert rows.iloc[3]["bits"] == pytest.approx(16 * first + 4 * (1 - first))
+    counts = rows["n_quantized"].tolist()
+    assert counts == [len(sizes)] * 3 + [len(sizes) / 2, len(sizes)]  # two blocks
     read = table.read(out)
     assert read["spec"].nunique() == len(SETTINGS)
     assert read.iloc[2][["group_size", "symmetric", "scale_rule"]].isna().all()
