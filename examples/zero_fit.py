@@ -19,7 +19,15 @@ measured, each, by::
         --features curvature,weights,second_order -o rows.csv
 
 but for the largest, which took ``--group-size 64,row --max-windows 24 --probe-windows 6``; the
-calibration text was 2 MB of the training books.
+calibration text was 2 MB of the training books. ``zero_fit_formats.csv`` holds the same models in
+other formats and by AWQ (``--spec "rtn mxfp4" --spec "awq int3 g32 asym" ...``), and
+``smollm2_135m.csv`` a real model, SmolLM2-135M-Instruct, opened from its Q4_1 file, so that its
+weights sit on a 4-bit grid already::
+
+    qscale measure SmolLM2-135M-Instruct.Q4_1.gguf --context 256 --probe-windows 3 \
+        --max-windows 12 --method rtn,gptq --bits 2,3,4,5 --group-size 64 \
+        --calibration books.txt --calibration-samples 16 \
+        --features curvature,second_order --text ... -o smollm2.csv
 """
 
 from __future__ import annotations
@@ -35,7 +43,10 @@ from scipy.optimize import minimize_scalar
 from qscale import table
 from qscale.report.landscape import zero_fit
 
-ROWS = Path(__file__).parent / "measurements" / "zero_fit.csv"
+MEASUREMENTS = Path(__file__).parent / "measurements"
+ROWS = MEASUREMENTS / "zero_fit.csv"
+FORMATS = MEASUREMENTS / "zero_fit_formats.csv"
+REAL = MEASUREMENTS / "smollm2_135m.csv"
 MODEL_ERROR = 0.15
 FORMS = ("quadratic_delta", "kronecker_delta", "gauss_newton_delta", "second_order_delta")
 
@@ -68,18 +79,18 @@ def by_bits(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def ratios(rows: pd.DataFrame) -> pd.DataFrame:
+def ratios(rows: pd.DataFrame, by: tuple[str, ...] = ("method", "bits")) -> pd.DataFrame:
     """Sum of the predictions over that of the measurements, by method and bits, over all rows.
 
     Keeping rows above their noise alone would favour those whose noise was upwards. Rows of a
     model share their windows, so the standard error adds theirs up as if they moved together.
     """
     lines = []
-    for (method, bits), part in rows.groupby(["method", "bits"]):
+    for key, part in rows.groupby(list(by), sort=by == ("method", "bits")):
         measured = part["delta_loss"].sum()
         by_model = part.groupby("run")["delta_loss_se"].sum()
         relative = np.sqrt((by_model**2).sum()) / measured
-        line: dict[str, object] = {"method": method, "bits": f"{bits:g}", "rows": len(part)}
+        line: dict[str, object] = dict(zip(by, map(str, key), strict=True)) | {"rows": len(part)}
         for form in FORMS:
             ratio = part[form].sum() / measured
             line[form] = f"{ratio:.2f} ± {abs(ratio * relative):.2f}"
@@ -117,6 +128,18 @@ def left_out(rows: pd.DataFrame, form: str) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
+def beside(rows: pd.DataFrame) -> pd.DataFrame:
+    """Measured increase with its standard error, and what each form says, row by row."""
+    found = pd.DataFrame({"spec": rows["spec"]})
+    found["delta_loss"] = [
+        f"{value:.3f} ± {se:.3f}"
+        for value, se in zip(rows["delta_loss"], rows["delta_loss_se"], strict=True)
+    ]
+    for form in FORMS:
+        found[form] = rows[form].map("{:.3f}".format)
+    return found
+
+
 def show(title: str, frame: pd.DataFrame, console: Console) -> None:
     """Print a frame."""
     drawn = Table(*frame.columns, title=title, title_justify="left")
@@ -136,6 +159,9 @@ def main() -> None:
         part = rows[rows["method"] == method]
         title = f"{method} by gauss_newton_delta: predicted over measured, the link from the others"
         show(title, left_out(part, "gauss_newton_delta"), console)
+    formats = usable(table.read(FORMATS))
+    show("Other formats and methods: the same sums", ratios(formats, ("spec",)), console)
+    show("SmolLM2-135M, from its 4-bit file", beside(usable(table.read(REAL))), console)
     out = Path("out")
     out.mkdir(exist_ok=True)
     figure = zero_fit(rows).get_figure(root=True)

@@ -188,7 +188,7 @@ def measure(
         for form in ("quadratic_delta", "gauss_newton_delta"):
             if form in part and part[form].notna().all():
                 console.print(f"{name}: {agreement(part, form)}", markup=False)
-        if name != "rtn" and "gauss_newton_delta" not in part:
+        if name not in ("rtn", "awq") and "gauss_newton_delta" not in part:
             console.print(
                 "Note: quadratic_delta takes errors without direction, which those of "
                 f"{name} have; add --features second_order for the form along the error.",

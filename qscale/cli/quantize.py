@@ -68,12 +68,15 @@ def quantize(
     with progress() as (report, _):
         opened = model.load(checkpoint, revision=revision, device=device)
         weights = model.quantizable(opened.model)
-        ids = name = None
+        shapes = {name: (w.shape[0], w.shape[1]) for name, w in weights.items()}
+        bits = quantizer.bits_per_weight(shapes)  # refuses a mix that does not fit the model
+        quantized = sum(1 for name in weights if quantizer.format_of(name) is not None)
+        ids = calibrated_on = None
         if quantizer.calibrated:
             if calibration is None:
                 raise TextError(f"Method {quantizer.method} needs a text: give --calibration.")
             found = calibration_text(opened, calibration, calibration_samples, context=context)
-            ids, name = torch.from_numpy(found.ids), calibration_id(found)
+            ids, calibrated_on = torch.from_numpy(found.ids), calibration_id(found)
         applied = apply(
             opened.model,
             weights,
@@ -81,21 +84,19 @@ def quantize(
             ids,
             on_block=lambda done, total: report("quantizing", done, total),
         )
-        shapes = {name: (w.shape[0], w.shape[1]) for name, w in weights.items()}
-        bits = quantizer.bits_per_weight(shapes)
         facts = {
             "checkpoint": opened.description.checkpoint,
             "spec": str(quantizer),
             "bits_per_weight": bits,
-            "n_quantized": len(weights),
-            "calibration": name,
+            "n_quantized": quantized,
+            "calibration": calibrated_on,
             "calibration_samples": None if ids is None else len(ids),
             **{k: v for k, v in applied.columns.items() if v is not None},
         }
         report("writing", 0, None)
         save.save(opened, applied.weights, output, facts=facts, dtype=dtype)
     console.print(
-        f"{len(weights)} matrices by {quantizer}: {bits:.3f} bits per weight. "
+        f"{quantized} matrices by {quantizer}: {bits:.3f} bits per weight. "
         f"Written to {output}, weights in {dtype}.",
         markup=False,
     )

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from qscale.cli.console import console, table
 from qscale.errors import QscaleError
 from qscale.quantize.format import RULE_WORDS, Format
-from qscale.quantize.setting import CALIBRATED, LIBRARIES, Setting
+from qscale.quantize.mix import Mix
+from qscale.quantize.setting import CALIBRATED, LIBRARIES
+
+if TYPE_CHECKING:
+    from qscale.quantize.mix import Quantizer
 
 
 def specs(spec: str | None = None, /) -> None:
@@ -17,11 +23,7 @@ def specs(spec: str | None = None, /) -> None:
         A spec to explain, such as "gptq int4 g128 asym".
     """
     if spec is not None:
-        setting = Setting.parse(spec)
-        columns = setting.columns({})
-        console.print(
-            table(str(setting), ("column", "value"), [(k, _text(v)) for k, v in columns.items()])
-        )
+        _explain(parse_setting(spec))
         return
     console.print(
         "A spec is a method, a format and options: gptq int4 g128 asym acts=int8/row", markup=False
@@ -49,6 +51,18 @@ def specs(spec: str | None = None, /) -> None:
         "file in place of a spec gives each pattern of matrix names its own format.",
         markup=False,
     )
+
+
+def _explain(quantizer: Quantizer) -> None:
+    """Print the columns of a setting, or the patterns of a mix."""
+    if isinstance(quantizer, Mix):
+        lines = [
+            (pattern, "none" if fmt is None else str(fmt)) for pattern, fmt in quantizer.formats
+        ]
+        console.print(table(str(quantizer), ("matrices", "format"), lines))
+        return
+    lines = [(name, _text(value)) for name, value in quantizer.columns({}).items()]
+    console.print(table(str(quantizer), ("column", "value"), lines))
 
 
 def _formats() -> list[tuple[str, ...]]:

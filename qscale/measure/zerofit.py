@@ -148,13 +148,14 @@ def trusted(frame: pd.DataFrame) -> pd.Series:
     """Return the prediction of ``delta_loss`` to trust for each row, null where there is none.
 
     Along the error itself (``gauss_newton_delta``) where that was measured. Else the one without
-    direction (``quadratic_delta``), but for round-to-nearest alone: on seven small models it was
-    within a fifth at 3 to 6 bits there, and several times too high for GPTQ, matrix by matrix as
-    in the sum (``examples/zero_fit.py``, ``examples/matrix_forms.py``).
+    direction (``quadratic_delta``), but for round-to-nearest and AWQ alone: on seven small models
+    it was within about a fifth at 3 and 4 bits there in every format, and several times too high
+    for GPTQ, matrix by matrix as in the sum (``examples/zero_fit.py``,
+    ``examples/matrix_forms.py``).
     """
     empty = pd.Series(math.nan, index=frame.index)
     along = frame.get("gauss_newton_delta", empty)
-    plain = frame.get("quadratic_delta", empty).where(frame["method"] == "rtn")
+    plain = frame.get("quadratic_delta", empty).where(frame["method"].isin(["rtn", "awq"]))
     return along.fillna(plain).astype(float)
 
 
