@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from qscale.cli.console import console, table
 from qscale.errors import QscaleError
 from qscale.quantize.format import RULE_WORDS, Format
-from qscale.quantize.mix import Mix
+from qscale.quantize.mix import Mix, parse_setting
 from qscale.quantize.setting import CALIBRATED, LIBRARIES
 
 if TYPE_CHECKING:
