@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 RUNGS = 6
 """Times that damping is raised tenfold before a Gram matrix is refused."""
 
+SOLVED = 256
+"""Size of a triangular matrix that is inverted at once."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gptq:
@@ -189,13 +192,24 @@ def _factor(gram: torch.Tensor, damping: float) -> tuple[torch.Tensor, float]:
         damped.diagonal().add_(used * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
-            identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-            root = lower.flip(0, 1).contiguous()
-            return torch.linalg.solve_triangular(root, identity, upper=True), used
+            return _inverse(lower.flip(0, 1).contiguous()), used
     raise QscaleError(
         f"gram must be positive semidefinite. Damping up to {used:g} times its mean diagonal "
         "did not make it positive definite; recompute it."
     )
+
+
+def _inverse(upper: torch.Tensor) -> torch.Tensor:
+    """Invert an upper triangular matrix by halves: products are faster than solving for all."""
+    size, half = len(upper), len(upper) // 2
+    if size <= SOLVED:
+        identity = torch.eye(size, dtype=upper.dtype, device=upper.device)
+        return torch.linalg.solve_triangular(upper, identity, upper=True)
+    inverse = torch.zeros_like(upper)
+    first, last = _inverse(upper[:half, :half]), _inverse(upper[half:, half:])
+    inverse[:half, :half], inverse[half:, half:] = first, last
+    inverse[:half, half:] = (first @ upper[:half, half:]).neg_() @ last
+    return inverse
 
 
 def _check(weight: torch.Tensor, gram: torch.Tensor, damping: float, block_size: int) -> None:
