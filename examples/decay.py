@@ -24,9 +24,10 @@ from qscale.measure.curvature.spectrum import top_eigenvalues
 from qscale.measure.loss import compare, mean_and_se, reference
 from qscale.measure.residual import swapped
 from qscale.measure.subject import open_subject
-from qscale.measure.weights import dequantized, squared_errors, squared_norms
+from qscale.measure.weights import squared_errors, squared_norms
 from qscale.model import quantizable
 from qscale.quantize.format import Format
+from qscale.quantize.rtn import dequantized
 
 if TYPE_CHECKING:
     from qscale.measure.subject import Subject

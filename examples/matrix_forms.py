@@ -26,8 +26,7 @@ from rich.table import Table
 from qscale.measure.curvature.kronecker import kronecker_factors
 from qscale.measure.forms import QuadraticForms, quadratic_forms
 from qscale.measure.subject import calibration_windows, open_subject
-from qscale.measure.weights import dequantized
-from qscale.quantize.calibrate import gptq_model
+from qscale.quantize.apply import apply
 from qscale.quantize.setting import Setting
 
 if TYPE_CHECKING:
@@ -57,12 +56,8 @@ def errors_of(subject: Subject, calibration: Path) -> dict[str, dict[str, torch.
     windows = calibration_windows(subject, list(settings.values()), calibration, 32)
     found = {}
     for spec, setting in settings.items():
-        if setting.calibrated:
-            ids = torch.from_numpy(windows.ids)
-            model = subject.checkpoint.model
-            weights = gptq_model(model, subject.weights, ids, setting).weights
-        else:
-            weights = dequantized(subject.weights, setting.weights)
+        ids = torch.from_numpy(windows.ids) if setting.calibrated else None
+        weights = apply(subject.checkpoint.model, subject.weights, setting, ids).weights
         found[spec] = {name: weights[name] - w.detach() for name, w in subject.weights.items()}
     return found
 

@@ -24,8 +24,8 @@ from rich.table import Table
 from qscale.measure.loss import compare, mean_and_se, reference
 from qscale.measure.residual import swapped
 from qscale.measure.subject import calibration_windows, open_subject
-from qscale.measure.weights import dequantized
 from qscale.quantize.calibrate import calibrate
+from qscale.quantize.rtn import dequantized
 from qscale.quantize.setting import Setting
 
 if TYPE_CHECKING:

@@ -6,14 +6,14 @@ import contextlib
 import math
 from typing import TYPE_CHECKING
 
-from qscale.quantize.format import Format
-from qscale.quantize.rtn import rtn
+from qscale.quantize.rtn import format_of, rounded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     import torch
 
+    from qscale.quantize.format import Format
     from qscale.quantize.mix import Quantizer
 
 
@@ -22,27 +22,11 @@ def squared_norms(weights: Mapping[str, torch.Tensor]) -> dict[str, float]:
     return {name: _squares(w.detach()) for name, w in weights.items()}
 
 
-def dequantized(
-    weights: Mapping[str, torch.Tensor], formats: Format | Quantizer
-) -> dict[str, torch.Tensor]:
-    """Round matrices to the nearest values that their formats have, whatever the method.
-
-    Parameters
-    ----------
-    weights
-        Matrices by parameter name. They are not modified; one that a mix leaves as it is comes
-        back itself.
-    formats
-        One format for all, or what gives each its own.
-    """
-    return {name: _rounded(name, w.detach(), formats) for name, w in weights.items()}
-
-
 def squared_errors(
     weights: Mapping[str, torch.Tensor], formats: Format | Quantizer
 ) -> dict[str, float]:
     """Squared Frobenius norm of each matrix's error ``||W - Q(W)||^2`` under round-to-nearest."""
-    return {n: _squares(w.detach() - _rounded(n, w.detach(), formats)) for n, w in weights.items()}
+    return {n: _squares(w.detach() - rounded(n, w.detach(), formats)) for n, w in weights.items()}
 
 
 def sqnr_db(signal: float, noise: float) -> float:
@@ -63,7 +47,7 @@ def sqnr_db(signal: float, noise: float) -> float:
 
 def ragged(weights: Mapping[str, torch.Tensor], formats: Format | Quantizer) -> int:
     """Count the matrices whose rows the group size does not divide."""
-    found = ((w.shape[1], _format(name, formats)) for name, w in weights.items())
+    found = ((w.shape[1], format_of(name, formats)) for name, w in weights.items())
     return sum(1 for columns, fmt in found if fmt and fmt.group_size and columns % fmt.group_size)
 
 
@@ -78,27 +62,16 @@ def fake_quantized(
     weights
         The matrices themselves; their originals are kept in memory meanwhile.
     formats
-        See :func:`dequantized`.
+        See :func:`qscale.quantize.rtn.dequantized`.
     """
     originals = {name: w.detach().clone() for name, w in weights.items()}
     try:
         for name, w in weights.items():
-            w.data.copy_(_rounded(name, originals[name], formats))
+            w.data.copy_(rounded(name, originals[name], formats))
         yield
     finally:
         for name, w in weights.items():
             w.data.copy_(originals[name])
-
-
-def _format(name: str, formats: Format | Quantizer) -> Format | None:
-    """Format of one matrix."""
-    return formats if isinstance(formats, Format) else formats.format_of(name)
-
-
-def _rounded(name: str, weight: torch.Tensor, formats: Format | Quantizer) -> torch.Tensor:
-    """Round one matrix to nearest."""
-    fmt = _format(name, formats)
-    return weight if fmt is None else rtn(weight, fmt)
 
 
 def _squares(values: torch.Tensor) -> float:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from qscale import __version__
 from qscale.errors import QscaleError
 from qscale.quantize.calibrate import calibrate
-from qscale.quantize.rtn import rtn
+from qscale.quantize.rtn import dequantized
 from qscale.quantize.setting import OWN
 
 if TYPE_CHECKING:
@@ -78,8 +78,4 @@ def apply(
     if quantizer.calibrated and ids is not None:
         found = calibrate(model, weights, ids, quantizer, on_block=on_block)
         return Applied(found.weights, implementation | found.columns())
-    rounded = {}
-    for name, weight in weights.items():
-        fmt = quantizer.format_of(name)
-        rounded[name] = weight.detach() if fmt is None else rtn(weight.detach(), fmt)
-    return Applied(rounded, implementation)
+    return Applied(dequantized(weights, quantizer), implementation)

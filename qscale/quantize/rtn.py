@@ -1,4 +1,4 @@
-"""Round-to-nearest: quantize a matrix to a format's grid and back."""
+"""Round-to-nearest: quantize matrices to their formats' grids and back."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from qscale.quantize.format import Format
 from qscale.quantize.grid import grid
 
 if TYPE_CHECKING:
-    from qscale.quantize.format import Format
+    from collections.abc import Mapping
+
+    from qscale.quantize.mix import Quantizer
 
 
 PIECE = 2**19
@@ -66,3 +69,30 @@ def rtn(weight: torch.Tensor, fmt: Format, whole: torch.Tensor | None = None) ->
         levels = grid(groups, fmt, whole=shared)
         rounded[part] = levels.round(groups).view(len(piece), -1)[:, :columns]
     return rounded
+
+
+def dequantized(
+    weights: Mapping[str, torch.Tensor], formats: Format | Quantizer
+) -> dict[str, torch.Tensor]:
+    """Round matrices to the nearest values that their formats have, whatever the method.
+
+    Parameters
+    ----------
+    weights
+        Matrices by parameter name. They are not modified; one that a mix leaves as it is comes
+        back itself.
+    formats
+        One format for all, or what gives each its own.
+    """
+    return {name: rounded(name, w.detach(), formats) for name, w in weights.items()}
+
+
+def rounded(name: str, weight: torch.Tensor, formats: Format | Quantizer) -> torch.Tensor:
+    """Round one matrix to the nearest values of its format, if it has one."""
+    fmt = format_of(name, formats)
+    return weight if fmt is None else rtn(weight, fmt)
+
+
+def format_of(name: str, formats: Format | Quantizer) -> Format | None:
+    """Return the format of one matrix; None for one that is left as it is."""
+    return formats if isinstance(formats, Format) else formats.format_of(name)

@@ -223,7 +223,7 @@ def test_a_loss_that_is_not_finite_is_a_row(trained_llama, text_file, tmp_path, 
         # Products of such weights overflow, their sum of squares in float64 does not.
         return torch.full_like(weight, 3e38) if fmt.bits == 2 else weight
 
-    monkeypatch.setattr("qscale.quantize.apply.rtn", overflow)
+    monkeypatch.setattr("qscale.quantize.rtn.rtn", overflow)
     found = go(trained_llama, text_file, tmp_path / "rows.csv").set_index("bits")
     assert found.loc[2, "status"] == "nonfinite"
     assert "the loss of evaluation window 0 is nan" in found.loc[2, "status_reason"]
@@ -244,7 +244,7 @@ def test_a_loss_no_better_than_a_uniform_guess_has_collapsed(tmp_path, text_file
 
 
 def test_eight_bits_that_lose_much_are_flagged(trained_llama, text_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("qscale.quantize.apply.rtn", lambda weight, _: weight * 0.7)
+    monkeypatch.setattr("qscale.quantize.rtn.rtn", lambda weight, _: weight * 0.7)
     found = go(trained_llama, text_file, tmp_path / "rows.csv").set_index("bits")
     assert found.loc[8, "status"] == "degraded"
     assert "is the checkpoint intact?" in found.loc[8, "status_reason"]

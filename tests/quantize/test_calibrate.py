@@ -13,13 +13,13 @@ from qscale.errors import CheckpointError, QscaleError, TextError
 from qscale.measure.loss import compare, reference
 from qscale.measure.residual import swapped
 from qscale.measure.subject import open_subject
-from qscale.measure.weights import dequantized
 from qscale.model import _swap_conv1d, load, quantizable
 from qscale.quantize.awq import awq
 from qscale.quantize.calibrate import calibrate, require_disjoint
 from qscale.quantize.format import Format
 from qscale.quantize.gptq import gptq
 from qscale.quantize.mix import Mix
+from qscale.quantize.rtn import dequantized
 from qscale.quantize.setting import Setting
 from tests.checkpoints import build_family, build_model
 

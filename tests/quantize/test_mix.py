@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from qscale.errors import QscaleError
 from qscale.measure.subject import open_subject
-from qscale.measure.weights import dequantized, fake_quantized, ragged, squared_errors
+from qscale.measure.weights import fake_quantized, ragged, squared_errors
 from qscale.quantize.format import Format
 from qscale.quantize.mix import Mix, parse_setting
-from qscale.quantize.rtn import rtn
+from qscale.quantize.rtn import dequantized, rtn
 from qscale.quantize.setting import Setting
 
 INT8, INT3 = Format("int", 8, 128), Format.parse("int3 g32 asym")
