@@ -77,16 +77,31 @@ def is_done(out: Path, key: str) -> bool:
 
 
 @contextmanager
-def running(out: Path, key: str) -> Iterator[Path]:
-    """Yield an empty scratch folder; mark the task as running until the end."""
+def running(out: Path, key: str, *, keep: bool = False) -> Iterator[Path]:
+    """Yield an empty scratch folder; mark the task as running until the end.
+
+    The folder is removed with what is in it, unless ``keep`` is set and something is.
+    """
     scratch, marker = out / SCRATCH / key, out / RUNNING / f"{key}.json"
-    shutil.rmtree(scratch, ignore_errors=True)
+    _remove(scratch)
     marker.write_text(json.dumps(_whereabouts()), encoding="utf-8")
     try:
-        scratch.mkdir(parents=True)
+        try:
+            _spare(out).rename(scratch)
+        except OSError:
+            scratch.mkdir()
         yield scratch
     finally:
+        if scratch.is_dir() and next(scratch.iterdir(), None) is None:
+            scratch.rename(_spare(out))  # for the next task: removing can take milliseconds
+        elif not keep:
+            _remove(scratch)
         marker.unlink(missing_ok=True)
+
+
+def leave(out: Path) -> None:
+    """Clean up as a worker stops."""
+    _remove(_spare(out))
 
 
 def settle(out: Path, key: str) -> bool:
@@ -137,7 +152,7 @@ def write_part(
     """
     part, partial = out / PARTS / key, out / PARTS / f".{key}"
     try:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
         partial.mkdir()
         kinds = {}
         for kind, frame in frames.items():
@@ -151,7 +166,7 @@ def write_part(
             f"{part}: cannot be written ({error.strerror or error}); nothing of the task is kept."
         ) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
     (out / FAILED / f"{key}.json").unlink(missing_ok=True)
 
 
@@ -208,9 +223,9 @@ def discard(out: Path, key: str) -> None:
             read_record(out, key)
         except SweepError:
             removed = out / PARTS / f".{key}"
-            shutil.rmtree(removed, ignore_errors=True)
+            _remove(removed)
             (out / PARTS / key).rename(removed)
-            shutil.rmtree(removed, ignore_errors=True)
+            _remove(removed)
 
 
 def done(out: Path) -> set[str]:
@@ -236,6 +251,17 @@ def at_work(out: Path) -> set[str]:
 def file_hash(path: Path) -> str:
     """Return the first digits of a file's SHA-256."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+
+
+def _spare(out: Path) -> Path:
+    """Return this process's empty folder."""
+    return out / SCRATCH / f".{socket.gethostname()}-{os.getpid()}"
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder if it is there."""
+    if folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _content(path: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import functools
 import os
 import platform
 import resource
-import shutil
 import sys
 import time
 import traceback
@@ -90,6 +89,8 @@ def work(job: Job) -> str:
         _work(job)
     except QscaleError as error:
         return str(error)
+    finally:
+        store.leave(job.out)
     return ""
 
 
@@ -175,24 +176,20 @@ def _run(job: Job, function: tasks.Function, task: Task) -> bool:
     out, key = job.out, task.hash
     began = {"time": time.time(), "function": job.function, "params": task.params}
     clock = time.perf_counter()
-    try:
-        with store.running(out, key) as scratch:
-            try:
-                frames = tasks.call(function, task.params, key, scratch)
-            except (Exception, SystemExit) as error:  # whatever a user's function raises
-                store.record_failure(out, key, began, _sentence(error), traceback.format_exc())
-                return False
-            try:
-                store.write_part(out, key, frames, _facts(job, task, time.perf_counter() - clock))
-            except QscaleError as error:
-                store.record_failure(out, key, began, _sentence(error), "")
-                raise
-            except Exception as error:  # a column that parquet cannot hold
-                store.record_failure(out, key, began, _sentence(error), traceback.format_exc())
-                return False
-    finally:
-        if not job.keep_scratch:
-            shutil.rmtree(out / store.SCRATCH / key, ignore_errors=True)
+    with store.running(out, key, keep=job.keep_scratch) as scratch:
+        try:
+            frames = tasks.call(function, task.params, key, scratch)
+        except (Exception, SystemExit) as error:  # whatever a user's function raises
+            store.record_failure(out, key, began, _sentence(error), traceback.format_exc())
+            return False
+        try:
+            store.write_part(out, key, frames, _facts(job, task, time.perf_counter() - clock))
+        except QscaleError as error:
+            store.record_failure(out, key, began, _sentence(error), "")
+            raise
+        except Exception as error:  # a column that parquet cannot hold
+            store.record_failure(out, key, began, _sentence(error), traceback.format_exc())
+            return False
     return True
 
 
