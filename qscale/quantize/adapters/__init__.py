@@ -102,7 +102,7 @@ def quantize(
                 found = module.quantize_model(copy.deepcopy(model), formats, quantizer, ids)
             else:
                 found = {
-                    name: module.quantize_matrix(weights[name].detach().clone(), fmt)
+                    name: module.quantize_matrix(weights[name].detach().float().clone(), fmt)
                     for name, fmt in formats.items()
                 }
         except QscaleError:
