@@ -545,7 +545,12 @@ def test_mixes_reach_the_library_matrix_by_matrix(spec, monkeypatch):
     model = built_by_32("llama")
     weights = quantizable(model)
     found = adapters.quantize(model, weights, mix, windows(8)).weights
-    for name, matrix in found.items():
-        error = (matrix - weights[name]).norm() / weights[name].norm()
-        expected = 0.0 if ".1." in name else 2 if "o_proj" in name else 3
-        assert error == 0 if not expected else (error > 0.3) == (expected == 2), (name, error)
+    errors = {
+        name: float((matrix - weights[name].detach()).norm() / weights[name].detach().norm())
+        for name, matrix in found.items()
+    }
+    two_bits = errors.pop("model.layers.0.self_attn.o_proj.weight")
+    assert all(error == 0 for name, error in errors.items() if ".1." in name)
+    three_bits = [error for name, error in errors.items() if ".1." not in name]
+    assert len(three_bits) == 6
+    assert 0.05 < min(three_bits) <= max(three_bits) < two_bits < 1
