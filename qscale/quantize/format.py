@@ -238,8 +238,10 @@ class Format:
             "scale_rule": ", ".join([self.scale_rule, *extras]),
         }
 
-    def stored_bits(self, rows: int, columns: int) -> int:
+    def stored_bits(self, rows: int, columns: int, zero_point_bits: int | None = None) -> int:
         """Bits that one matrix takes: elements, scales and, if asymmetric, zero points.
+
+        A zero point is a level and takes as many bits, unless another number is given.
 
         Examples
         --------
@@ -251,11 +253,14 @@ class Format:
         kind = _KINDS[self.fmt]
         groups = rows * (1 if self.group_size is None else -(-columns // self.group_size))
         groups = 1 if self.per_tensor else groups
-        zero_point = 0 if self.symmetric else self.bits
+        zero_point = self.bits if zero_point_bits is None else zero_point_bits
+        zero_point = 0 if self.symmetric else zero_point
         matrix = 32 if self.fmt == NVFP4 else 0
         return rows * columns * self.bits + groups * (kind.scale_bits + zero_point) + matrix
 
-    def bits_per_weight(self, shapes: Iterable[tuple[int, int]]) -> float:
+    def bits_per_weight(
+        self, shapes: Iterable[tuple[int, int]], zero_point_bits: int | None = None
+    ) -> float:
         """Return the stored bits per weight over matrices of the given (rows, columns).
 
         Examples
@@ -263,7 +268,9 @@ class Format:
         >>> Format("int", 4, 128).bits_per_weight([(1, 256), (8, 128)])
         4.125
         """
-        stored = [(self.stored_bits(*shape), shape[0] * shape[1]) for shape in shapes]
+        stored = [
+            (self.stored_bits(*shape, zero_point_bits), shape[0] * shape[1]) for shape in shapes
+        ]
         return sum(bits for bits, _ in stored) / sum(size for _, size in stored)
 
 

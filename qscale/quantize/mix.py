@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from qscale.atomic import replacing
 from qscale.errors import QscaleError, did_you_mean
+from qscale.quantize.adapters.offers import require
 from qscale.quantize.format import Format
-from qscale.quantize.setting import OWN, RTN, Setting
+from qscale.quantize.setting import OWN, RTN, ZERO_POINT_BITS, Setting
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -192,7 +193,8 @@ class Mix:
         stored = 0
         for name, fmt in self.resolve(shapes).items():
             rows, columns = shapes[name]
-            stored += fmt.stored_bits(rows, columns) if fmt else FULL_BITS * rows * columns
+            zero = ZERO_POINT_BITS.get(self.method)
+            stored += fmt.stored_bits(rows, columns, zero) if fmt else FULL_BITS * rows * columns
         return stored / sum(rows * columns for rows, columns in shapes.values())
 
     def resolve(self, shapes: Mapping[str, object]) -> dict[str, Format | None]:
@@ -244,7 +246,7 @@ def parse_setting(text: str) -> Quantizer:
     Raises
     ------
     QscaleError
-        If the spec or the file is wrong.
+        If the spec or the file is wrong, or an outside library does not have the format.
 
     Examples
     --------
@@ -252,7 +254,12 @@ def parse_setting(text: str) -> Quantizer:
     4
     """
     text = text.strip()
-    return Mix.read(text) if text.endswith(".toml") else Setting.parse(text)
+    found: Quantizer = Mix.read(text) if text.endswith(".toml") else Setting.parse(text)
+    if found.library != OWN:
+        formats = [found.weights] if isinstance(found, Setting) else dict(found.formats).values()
+        for fmt in filter(None, formats):
+            require(found.library, found.method, fmt)
+    return found
 
 
 def _format(path: str | Path, where: str, text: Any) -> Format | None:

@@ -33,6 +33,9 @@ LIBRARIES = {
 - ``autoround``: rounding learned by signed gradient steps (Cheng et al., arXiv:2309.05516).
 """
 
+ZERO_POINT_BITS = {HQQ: 16}
+"""Bits of a zero point, for methods whose zero points are real numbers."""
+
 CALIBRATED = frozenset((GPTQ, AWQ, AUTOROUND))
 """Methods that need a text to calibrate on."""
 
@@ -162,4 +165,4 @@ class Setting:
 
     def bits_per_weight(self, shapes: Mapping[str, tuple[int, int]]) -> float:
         """Return the stored bits per weight over matrices of the given (rows, columns)."""
-        return self.weights.bits_per_weight(shapes.values())
+        return self.weights.bits_per_weight(shapes.values(), ZERO_POINT_BITS.get(self.method))

@@ -232,3 +232,11 @@ def test_every_possible_setting_is_read_back_from_its_spec(weights, acts, act_or
     except QscaleError:
         return
     assert Setting.parse(str(setting)) == setting
+
+
+def test_a_real_zero_point_takes_sixteen_bits():
+    shapes = {"a": (2, 64), "b": (3, 32)}
+    hqq = Setting.parse("hqq int4 g32 asym library=hqq")
+    assert hqq.bits_per_weight(shapes) == 4 + (16 + 16) / 32
+    own = Setting.parse("rtn int4 g32 asym")
+    assert own.bits_per_weight(shapes) == 4 + (16 + 4) / 32

@@ -114,6 +114,7 @@ def test_the_command_writes_a_checkpoint_that_measures_as_the_setting_did(tmp_pa
         (("--spec", "rtn int4 g"), "After a format may come g and a group size.* Got 'g'"),
         (("--spec", "absent.toml"), "absent.toml"),
         (("--spec", "rtn int4", "--dtype", "int8"), "dtype"),
+        (("--spec", "hqq int7 library=hqq"), "library=hqq has no hqq int7 row. By hqq it has"),
     ],
 )
 def test_mistakes(options, message, tmp_path, capsys, monkeypatch):
