@@ -73,6 +73,7 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60)):
         if seconds >= size:
-            return f"{int(seconds // size)} {unit} {round(seconds % size // part)} {smaller}"
+            parts = round(seconds / part)
+            return f"{parts * part // size} {unit} {parts * part % size // part} {smaller}"
     whole = round(seconds)
     return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"
