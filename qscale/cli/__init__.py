@@ -17,8 +17,8 @@ app = App(
     result_action="return_value",
 )
 for _name in (
-    "datasets", "laws", "fit", "regress", "predict", "measure", "quantize", "sensitivity", "specs",
-    "plot", "report", "compare", "select", "sweep",
+    "datasets", "laws", "fit", "regress", "predict", "plan", "measure", "quantize", "sensitivity",
+    "specs", "plot", "report", "compare", "select", "sweep",
 ):  # fmt: skip
     app.command(f"qscale.cli.{_name}:{_name}", name=_name)
 

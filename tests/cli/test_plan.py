@@ -1,0 +1,74 @@
+"""``qscale plan``: what it prints and writes, and one line for every mistake."""
+
+import pytest
+
+from qscale import table
+from qscale.cli import main
+from tests.simulations import simulate
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    table.write(simulate(), "rows.csv")
+    run(capsys, "fit", "rows.csv", "--law", "ouyang", "--interval", "model", "-o", "fit.json")
+    return tmp_path
+
+
+def run(capsys, *arguments: str) -> str:
+    main(["plan", *arguments] if arguments[0] != "fit" else list(arguments))
+    return capsys.readouterr().out
+
+
+def mistake(capsys, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *arguments])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "Traceback" not in message
+    return message
+
+
+KNOWN = ("--n-params", "1e9", "--tokens", "1e12")
+
+
+def test_bits_names_the_smallest_setting_and_writes_all(data, capsys) -> None:
+    out = run(capsys, "bits", "fit.json", *KNOWN, "--ppl-ratio", "1.2", "-o", "bits.csv")
+    written = table.read("bits.csv")
+    kept = written[written["kept"]]
+    assert f"bits {kept['bits'].iloc[0]:g}" in out.split("Fewest bits within")[1]
+    assert written["bits_per_weight"].tolist() == [2.125, 3.125, 4.125, 5.125, 6.125, 8.125]
+    assert "extrapolation" not in out.split("Fewest bits")[1] or kept["bits"].iloc[0] > 4
+
+
+def test_bits_says_when_none_will_do_and_when_it_extrapolates(data, capsys) -> None:
+    none = run(capsys, "bits", "fit.json", *KNOWN, "--tolerance", "1e-6", "--bits", "2,3")
+    assert "No setting keeps" in none
+    beyond = run(capsys, "bits", "fit.json", *KNOWN, "--tolerance", "0.001")
+    assert "above the fitted range 2 to 4" in " ".join(beyond.split())
+
+
+def test_bits_of_a_shipped_fit_of_relative_loss(data, capsys) -> None:
+    asked = ("bits", "learning_rate_gptq_lr_anneal", *KNOWN, "--lr-peak", "3e-4", "--lr", "0",
+             "--bits", "3,4", "--tolerance", "0.05")  # fmt: skip
+    assert "--loss-fp" in mistake(capsys, *asked)
+    assert "relative 0.025" in run(capsys, *asked, "--loss-fp", "2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("bits", "fit.json", *KNOWN), "either --tolerance or --ppl-ratio"),
+        (("bits", "fit.json", *KNOWN, "--tolerance", "1", "--ppl-ratio", "2"), "either"),
+        (("bits", "fit.json", *KNOWN, "--ppl-ratio", "0.9"), "--ppl-ratio must be above 1"),
+        (("bits", "fit.json", *KNOWN, "--tolerance", "-1"), "tolerance must be"),
+        (("bits", "fit.json", *KNOWN, "--tolerance", "1", "--confidence", "1"), "confidence"),
+        (("bits", "fit.json", "--tolerance", "1"), "give --tokens"),
+        (("bits", "fit.json", "nowhere", "--tolerance", "1"), "nowhere"),
+        (("bits", "fit.json", *KNOWN, "--tolerance", "1", "-o", "rows.csv"), "exists already"),
+        (("bits", "fit.json", *KNOWN, "--tolerance", "1", "--bits", "x"), "--bits must be numbers"),
+    ],
+)
+def test_a_mistake_in_bits(data, capsys, arguments, message) -> None:
+    assert message in mistake(capsys, *arguments)
