@@ -6,6 +6,7 @@ so that one run gives constant-rate checkpoints at many token counts, and decaye
 
 from __future__ import annotations
 
+import argparse
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -189,7 +190,7 @@ ENDS = {SMALL: (12.5, 25, 50, 100, 200), MEDIUM: (12.5, 25, 50), LARGE: (6.25, 1
 
 
 def grid() -> tuple[Run, ...]:
-    """All runs, small models first, and of one size the core first."""
+    """All runs in the order of training: the core of each size before its other arms."""
     runs = []
 
     def add(
@@ -207,10 +208,10 @@ def grid() -> tuple[Run, ...]:
     add(SMALL, RATES, seed=1)
     add(SMALL, (1e-3, 2e-3, 8e-3), decay=0.01)
     add(MEDIUM, RATES, average=True)
+    add(LARGE, (5e-4, 2e-3, 8e-3, 1e-3), average=True)
     add_cosines(MEDIUM, (5e-4, 2e-3, 8e-3), (50,))
     add(MEDIUM, (5e-4, 2e-3, 8e-3), seed=1)
     add(MEDIUM, (2e-3, 8e-3), decay=0.01)
-    add(LARGE, (5e-4, 2e-3, 8e-3, 1e-3), average=True)
     add_cosines(LARGE, (2e-3,), (12.5,))
     return tuple(runs)
 
@@ -219,8 +220,42 @@ SPEED = {SMALL: 68e3, MEDIUM: 27e3, LARGE: 11e3}
 """Tokens per core-second that the recipe trains on one 2.6 GHz core with AVX-512."""
 
 
+PLAN = """# Measure each checkpoint of the controlled sweep, a task each; runs.py --plan wrote this.
+# qscale sweep plan.toml --out measured, in a folder that holds checkpoints/ and texts/.
+task = "measuring.py:measure_checkpoint"
+
+[fixed]
+checkpoints = "checkpoints"
+texts = "texts"
+"""
+SECONDS = {SMALL: 40, MEDIUM: 80, LARGE: 200}
+"""Core-seconds that measuring a checkpoint takes."""
+
+
+def plan() -> str:
+    """Return the sweep's plan: an arm for each size, checkpoints in the order of training."""
+    lines = [PLAN]
+    for width, seconds in SECONDS.items():
+        runs = [run for run in grid() if run.width == width]
+        lines += [
+            "[[arms]]",
+            f'name = "{Shape(width).n_params} parameters"',
+            f"fixed = {{ width = {width} }}",
+            f"cost = {{ seconds = {seconds} }}",
+            "grid.checkpoint = [",
+            *(f'    "{run.name}/{kept.name}",' for run in runs for kept in run.kept),
+            "]\n",
+        ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
 def main() -> None:
-    """Print the grid: runs, checkpoints, tokens and estimated core-minutes."""
+    """Print the grid: runs, checkpoints, tokens and estimated core-minutes; or the plan."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--plan", action="store_true", help="print plan.toml instead")
+    if parser.parse_args().plan:
+        print(plan(), end="")
+        return
     arms: dict[tuple[int, str, float, int], list[Run]] = {}
     for run in grid():
         arms.setdefault((run.width, run.schedule, run.weight_decay, run.seed), []).append(run)

@@ -71,12 +71,15 @@ class Quantized:
         Outputs of the full-precision model on the evaluation windows.
     factors
         Kronecker factors of the checkpoint's curvature, or None if they were not measured.
+    batch_windows
+        Windows in one forward pass; changes speed and memory only.
     """
 
     weights: Mapping[str, torch.Tensor]
     errors: Mapping[str, torch.Tensor]
     full: Reference
     factors: KroneckerFactors | None = None
+    batch_windows: int = 1
 
 
 def weights(subject: Subject, seed: int, tick: Tick) -> Found:
@@ -147,7 +150,9 @@ def second_order(subject: Subject, quantized: Quantized, seed: int, tick: Tick) 
     """Taylor terms of the loss along the quantization error itself."""
     del seed
     model, ids, _ = _probed(subject)
-    found = second_order_along(model, ids, quantized.errors, on_windows=tick)
+    found = second_order_along(
+        model, ids, quantized.errors, batch_windows=quantized.batch_windows, on_windows=tick
+    )
     terms = {
         "first_order_delta": found.first_order,
         "gauss_newton_delta": found.gauss_newton,
@@ -200,7 +205,11 @@ def hidden(subject: Subject, quantized: Quantized, seed: int, tick: Tick) -> Fou
     del seed
     ids = torch.from_numpy(quantized.full.windows.ids)
     found = error_growth(
-        subject.checkpoint.model, ids, quantized.weights, on_windows=lambda n: tick(n / len(ids))
+        subject.checkpoint.model,
+        ids,
+        quantized.weights,
+        batch_windows=quantized.batch_windows,
+        on_windows=lambda n: tick(n / len(ids)),
     )
     return Found(found.columns(), {"blocks": found.blocks})
 

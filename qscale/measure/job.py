@@ -188,7 +188,10 @@ class Job:
             if row["status"] != "nonfinite":
                 tick = counter(self.report, f"{stage}, {name}", None)
                 found = measuring.OF_SETTING[name](
-                    subject, Quantized(quantized, errors, full, own.factors), self.seed, tick
+                    subject,
+                    Quantized(quantized, errors, full, own.factors, batch_windows),
+                    self.seed,
+                    tick,
                 )
                 key = setting.columns(subject.shapes) | {"calibration": row.get("calibration")}
                 self._keep(found, key)

@@ -193,6 +193,7 @@ def second_order_along(
     windows: torch.Tensor,
     errors: Mapping[str, torch.Tensor],
     *,
+    batch_windows: int = 1,
     on_windows: Progress | None = None,
 ) -> Expansion:
     r"""Expand the mean loss along a change of some weights, to second order.
@@ -202,7 +203,7 @@ def second_order_along(
 
     Parameters
     ----------
-    model, windows, errors
+    model, windows, errors, batch_windows
         As for :func:`gauss_newton_along`.
     on_windows
         Called after each window with its share of all.
@@ -221,11 +222,11 @@ def second_order_along(
 
     Notes
     -----
-    Costs one Hessian product, about three gradients, beside the forward pass. It is taken one
-    window at a time, which is what gives a value for each. Memory peaks at the graph of a window's
-    gradient, two to three times the activations of a forward pass.
+    Costs one Hessian product, about three gradients, beside the forward pass. It is always taken
+    one window at a time, which is what gives a value for each. Memory peaks at the graph of a
+    window's gradient, two to three times the activations of a forward pass.
     """
-    found = gauss_newton_along(model, windows, errors)
+    found = gauss_newton_along(model, windows, errors, batch_windows=batch_windows)
     tokens = windows.shape[1] - 1
     values = np.zeros(len(windows))
     with double_backward_attention(model), differentiable(model, list(errors)) as parameters:
