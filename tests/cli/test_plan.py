@@ -1,9 +1,13 @@
 """``qscale plan``: what it prints and writes, and one line for every mistake."""
 
+import pandas as pd
 import pytest
 
 from qscale import table
 from qscale.cli import main
+from qscale.plan.mix import allocate
+from qscale.quantize.mix import Mix
+from tests.plan.test_mix import simulated
 from tests.simulations import simulate
 
 
@@ -72,3 +76,44 @@ def test_bits_of_a_shipped_fit_of_relative_loss(data, capsys) -> None:
 )
 def test_a_mistake_in_bits(data, capsys, arguments, message) -> None:
     assert message in mistake(capsys, *arguments)
+
+
+@pytest.fixture
+def matrices(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for bits, rows in simulated(5).groupby("spec"):
+        table.write(rows, f"{bits.split()[1][-1]}.csv")
+    return ["2.csv", "3.csv", "4.csv"]
+
+
+def test_mix_writes_what_measure_takes(matrices, capsys) -> None:
+    out = run(capsys, "mix", *matrices, "--bits-per-weight", "3.3", "-o", "mix.toml")
+    assert "no mix within the budget is better" in " ".join(out.split())
+    made = Mix.read("mix.toml")
+    tables = pd.concat([table.read(path) for path in matrices])
+    sizes = {name: (1, int(n)) for name, n in zip(tables["matrix"], tables["n"], strict=True)}
+    chosen = made.resolve(sizes)
+    best = allocate(tables, 3.3).choices.set_index("matrix")["spec"]
+    assert {name: f"rtn {fmt}" for name, fmt in chosen.items()} == best.to_dict()
+    run(capsys, "mix", *matrices, "--bits-per-weight", "8", "--or-none", "-o", "some.toml")
+    assert any(fmt is None for _, fmt in Mix.read("some.toml").formats)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--bits-per-weight", "3"), "give the tables"),
+        (("2.csv", "--bits-per-weight", "2"), "smallest settings take 2.25"),
+        (("2.csv", "2.csv", "--bits-per-weight", "3"), "has two rows"),
+        (("2.csv", "--bits-per-weight", "3", "-o", "mix.json"), "must end in .toml"),
+        (("2.csv", "gptq.csv", "--bits-per-weight", "3"), "differ in the format alone"),
+        (("mixed.csv", "--bits-per-weight", "3"), "a table of a mix cannot be chosen from"),
+        (("absent.csv", "--bits-per-weight", "3"), "no such file"),
+        (("2.csv",), "--bits-per-weight"),
+    ],
+)
+def test_a_mistake_in_mix(matrices, capsys, arguments, message) -> None:
+    rows = table.read("3.csv")
+    table.write(rows.assign(spec="gptq int3"), "gptq.csv")
+    table.write(rows.assign(spec="rtn mix:0123abcd"), "mixed.csv")
+    assert message in mistake(capsys, "mix", *arguments)

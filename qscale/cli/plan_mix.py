@@ -1,0 +1,136 @@
+"""``qscale plan mix``: a format for each matrix under a size budget."""
+
+from __future__ import annotations
+
+import glob
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from qscale.cli.console import console, number, refuse_existing, table
+from qscale.errors import QscaleError
+from qscale.quantize.mix import NONE, Mix
+from qscale.quantize.setting import Setting
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from qscale.plan.mix import Allocation
+
+Cost = Literal["gauss_newton_delta", "quadratic_delta", "kl", "delta_loss"]
+SHOWN = 40
+
+
+def mix(
+    *matrices: Path,
+    bits_per_weight: float,
+    cost: Cost = "gauss_newton_delta",
+    or_none: bool = False,
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
+    force: bool = False,
+) -> None:
+    """Choose a format for each matrix so that the predicted loss increase is least within a budget.
+
+    The mix is the exact optimum of the costs added up, next to which a lower bound is printed. It
+    is written as TOML for qscale measure --spec and qscale quantize --spec, so that the prediction
+    can be checked.
+
+    Parameters
+    ----------
+    matrices
+        Tables that qscale sensitivity wrote for one checkpoint, one for each setting to choose
+        from, such as int2.csv int3.csv int4.csv.
+    bits_per_weight
+        Largest stored bits per weight over all matrices.
+    cost
+        Column to add up: predicted along the error, predicted without direction, or measured.
+    or_none
+        Let a matrix also be left as it is, at 16 bits.
+    output
+        Write the mix to this .toml file.
+    force
+        Replace the output if it exists.
+    """
+    import pandas as pd  # noqa: PLC0415
+
+    from qscale import table as tables  # noqa: PLC0415
+    from qscale.plan.mix import allocate  # noqa: PLC0415
+
+    refuse_existing(output, force)
+    if output is not None and output.suffix != ".toml":
+        raise QscaleError(f"{output}: a mix must end in .toml.")
+    if not matrices:
+        raise QscaleError("give the tables that qscale sensitivity wrote, one for each setting.")
+    frame = pd.concat([tables.read(path) for path in matrices], ignore_index=True)
+    settings = {
+        spec: _setting(spec) for spec in frame.get("spec", pd.Series(dtype=object)).unique()
+    }
+    found = allocate(frame, bits_per_weight, cost=cost, or_none=or_none)
+    made = as_mix(found.choices, settings)
+    _show(found, cost)
+    if output is not None:
+        made.write(output)
+        console.print(f"Written to {output}.", markup=False)
+
+
+def as_mix(choices: pd.DataFrame, settings: dict[str, Setting]) -> Mix:
+    """Return chosen settings as a mix.
+
+    Raises
+    ------
+    QscaleError
+        If settings differ in more than the format of the weights.
+    """
+    common = {(s.method, s.activations, s.act_order, s.library) for s in settings.values()}
+    if len(common) > 1:
+        raise QscaleError(
+            "settings of a mix must differ in the format alone. Got "
+            f"{' and '.join(sorted(map(str, settings.values())))}."
+        )
+    method, activations, act_order, library = common.pop()
+    formats = tuple(
+        (glob.escape(name), None if spec == NONE else settings[spec].weights)
+        for name, spec in zip(choices["matrix"], choices["spec"], strict=True)
+    )
+    return Mix(formats, method, activations, act_order, library)
+
+
+def _setting(spec: str) -> Setting:
+    """Parse the setting of a table; that of a mix does not say which format a matrix has."""
+    if "mix:" in str(spec):
+        raise QscaleError(f"{spec}: a table of a mix cannot be chosen from; give one of a setting.")
+    return Setting.parse(str(spec))
+
+
+def _show(found: Allocation, cost: str) -> None:
+    """Print the choice, its cost beside uniform settings, and what is known of better ones."""
+    rows = [
+        (re.sub(r"^\D*\.(?=\d+\.)", "", row["matrix"].removesuffix(".weight")), f"{row['n']:,.0f}",
+         row["spec"], f"{row['bits_per_weight']:.3f}", _thousandths(row["cost"]))
+        for _, row in found.choices.iloc[:SHOWN].iterrows()
+    ]  # fmt: skip
+    heading = ("matrix", "weights", "setting", "bits_per_weight", f"{cost}, 0.001 nats")
+    console.print(table("", heading, rows))
+    if len(found.choices) > SHOWN:
+        console.print(f"{len(found.choices) - SHOWN} more matrices are in the mix.")
+    uniform = [
+        (row["spec"], f"{row['bits_per_weight']:.3f}", _thousandths(row["cost"]))
+        for _, row in found.uniform.iterrows()
+    ]
+    mixed = ("this mix", f"{found.bits_per_weight:.3f}", _thousandths(found.cost))
+    sums = ("all matrices", "bits_per_weight", f"sum of {cost}, 0.001 nats")
+    console.print(table("", sums, [*uniform, mixed]))
+    proof = "no mix within the budget is better" if found.exact else "not proven best"
+    console.print(
+        f"Predicted: {number(found.cost, 3)} nats per token ± < {number(found.cost_se, 2)} "
+        f"({proof}: none can be under {number(found.proven, 6)}; matrices divided between formats "
+        f"would reach {number(found.bound, 6)}).",
+        markup=False,
+    )
+
+
+def _thousandths(value: float) -> str:
+    """Print nats as thousandths."""
+    return number(1000 * value, 3)
