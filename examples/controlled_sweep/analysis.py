@@ -1,0 +1,250 @@
+"""What the controlled sweep shows: why tokens, learning rate and decay change what bits cost.
+
+Everything is fitted to the shipped table ``controlled_sweep``; nothing is trained or measured::
+
+    python examples/controlled_sweep/analysis.py
+
+prints the tables and draws ``out/controlled_sweep.png``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import comparisons
+import pandas as pd
+from drawing import draw
+
+from qscale import datasets, table
+from qscale.fit import fit
+from qscale.laws import get
+from qscale.laws.factors import anneal, constant, power
+from qscale.laws.law import Law
+from qscale.regress import regress
+from qscale.validate import held_out, leave_one_out, paired
+from qscale.validate.splits import Split
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from qscale.fit import Fitted
+
+BITS = (3, 4, 5)
+"""Bit widths at which losses are told from noise, and short of the collapse at 2 bits."""
+TRAINED = (
+    power("tokens", "beta"),
+    power("n_params", "alpha", sign=-1),
+    power("lr_peak", "s", sign=-1),
+    anneal("c"),
+)
+"""How a checkpoint was trained: tokens, size, peak learning rate and its decay."""
+BESIDE = Law(
+    "q beside training",
+    "delta_loss",
+    (constant("k"), power("quadratic_delta", "gamma", starts=(1.0,)), *TRAINED),
+)
+PLANNED = ("kumar", "ouyang", "lr_power", "lr_anneal")
+"""Laws of what is known before training."""
+NESTED = {
+    "loss": "log(loss_fp)",
+    "+ noise and norm": "log(loss_fp) + sqnr_db + log(weight_norm)",
+    "+ Gauss-Newton trace": "log(loss_fp) + sqnr_db + log(weight_norm) + log(ggn_trace)",
+    "+ q": "log(loss_fp) + sqnr_db + log(weight_norm) + log(ggn_trace) + log(quadratic_delta)",
+    "q alone": "log(quadratic_delta)",
+}
+
+
+def read(path: Path | None = None) -> pd.DataFrame:
+    """Return the sweep's table, with the labels that rows are grouped by."""
+    frame = datasets.load("controlled_sweep") if path is None else table.read(path)
+    frame["evaluation"] = frame["protocol"].str.extract(r"^(.*)-[0-9a-f]{8}/", expand=False)
+    frame["seed"] = frame["run"].str.extract(r"seed(\d+)$", expand=False)
+    frame["cell"] = frame["run"].str.replace(r"-seed\d+$", "", regex=True)
+    frame["group"] = frame["group_size"].map("g{:.0f}".format, na_action="ignore").fillna("row")
+    return frame
+
+
+def usable(frame: pd.DataFrame, method: str = "rtn", bits: tuple[int, ...] = BITS) -> pd.DataFrame:
+    """Return one method's rows on held-out books at group sizes that all models share."""
+    keep = (
+        (frame["evaluation"] == "books")
+        & (frame["method"] == method)
+        & frame["group"].isin(["g32", "row"])
+        & frame["bits"].isin(bits)
+    )
+    return frame[keep].reset_index(drop=True)
+
+
+def models(method: str, target: str) -> dict[str, Callable[[pd.DataFrame], Fitted]]:
+    """Return the models that held-out tests compare: laws of the plan, and laws of curvature."""
+    laws = {name: get(name) for name in PLANNED} | {"q": get("curvature"), BESIDE.name: BESIDE}
+    found: dict[str, Callable[[pd.DataFrame], Fitted]] = {
+        name: partial(fit, law=replace(law, target=target),
+                      offset=["group"] if name in PLANNED else [])
+        for name, law in laws.items()
+    }  # fmt: skip
+    formula = NESTED["+ noise and norm"]
+    found["loss, noise, norm"] = partial(regress, kind="ols", formula=formula, target=target)
+    if method == "rtn":  # GPTQ's error has a direction: q without one is off by a factor
+        law = replace(get("curvature"), target=target)
+        found["q, nothing fitted"] = partial(fit, law=law, fixed={"c": 1.0, "gamma": 1.0})
+    return found
+
+
+def splits(frame: pd.DataFrame) -> dict[str, list[Split]]:
+    """Return the held-out tests, each asking for another kind of generalisation."""
+    late = frame["tokens"] > 0.4 * frame.groupby("n_params")["tokens"].transform("max")
+    size = frame["n_params"] == frame["n_params"].max()
+    return {
+        "a run": leave_one_out(frame, "run"),
+        "a cell, both seeds": leave_one_out(frame, "cell"),
+        "a peak rate": leave_one_out(frame, "lr_peak"),
+        "late tokens": [Split("late", late.to_numpy())],
+        "the largest size": [Split("largest", size.to_numpy())],
+        "3 bits": [Split("3 bits", (frame["bits"] == 3).to_numpy())],
+    }
+
+
+def scores(frame: pd.DataFrame, method: str, target: str) -> pd.DataFrame:
+    """Return each model's log errors on each held-out test, one row for each row left out."""
+    found = []
+    for test, parts in splits(frame).items():
+        for name, refit in models(method, target).items():
+            errors = pd.concat([held_out(frame, refit, part, target=target) for part in parts])
+            found.append(errors.assign(test=test, model=name))
+    return pd.concat(found, ignore_index=True)
+
+
+def medians(errors: pd.DataFrame) -> pd.DataFrame:
+    """Return the median |log error| of each model (columns) in each test (rows)."""
+    size = errors.assign(size=errors["log_error"].abs())
+    return size.pivot_table(
+        index="test", columns="model", values="size", aggfunc="median", sort=False
+    )
+
+
+def versus(errors: pd.DataFrame, one: str, other: str) -> pd.DataFrame:
+    """Test by how much the |log error| of one model exceeds another's, by run."""
+    size = errors.assign(size=errors["log_error"].abs())
+    wide = size.pivot_table(index=["test", "cluster", "row"], columns="model", values="size")
+    found = {}
+    for test, part in wide.groupby(level="test", sort=False):
+        clusters = part.index.get_level_values("cluster").to_numpy()
+        found[test] = asdict(paired((part[one] - part[other]).to_numpy(), clusters))
+    return pd.DataFrame(found).T
+
+
+def exponents(frame: pd.DataFrame, targets: Sequence[str]) -> pd.DataFrame:
+    """Fit how a checkpoint was trained to several quantities, at one setting: exponents and SE."""
+    one = frame[(frame["bits"] == 4) & (frame["group"] == "g32")]
+    one = one.assign(noise_per_weight=one["quantization_noise"] / one["n_params"])
+    found = {}
+    for target in targets:
+        made = fit(one, Law(target, target, (constant("k"), *TRAINED)))
+        parameters = made.parameters().loc[[f.parameters[0].name for f in TRAINED]]
+        found[target] = {
+            name: f"{row['value']:+.3f} ± {row['se']:.3f}" for name, row in parameters.iterrows()
+        }
+    return pd.DataFrame(found).T
+
+
+def cells(frame: pd.DataFrame) -> pd.DataFrame:
+    """Count checkpoints and rows by size, schedule, peak rate, weight decay, averaging and seed."""
+    by = ["n_params", "lr_schedule", "averaging", "weight_decay", "lr_peak", "seed"]
+    counted = frame.groupby(by).agg(
+        runs=("run", "nunique"), checkpoints=("checkpoint", "nunique"), rows=("spec", "size")
+    )
+    return counted.reset_index()
+
+
+def _show(title: str, found: pd.DataFrame, digits: int = 3) -> None:
+    """Print a table under its title."""
+    print(f"\n{title}\n{found.round(digits).to_string()}")
+
+
+def main() -> None:
+    """Print every table and draw the figure."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--table", type=Path, help="another table than the shipped one")
+    parser.add_argument("--cells", action="store_true", help="only count rows by cell")
+    args = parser.parse_args()
+    frame = read(args.table)
+    print(f"{frame['checkpoint'].nunique()} checkpoints of {frame['run'].nunique()} runs, "
+          f"{len(frame)} rows")  # fmt: skip
+    if args.cells:
+        _show("Rows by cell", cells(frame))
+        return
+    rtn = usable(frame)
+    _show_exponents(rtn)
+    _show_nested(rtn)
+    shown = {method: _show_tests(usable(frame, method), method) for method in ("rtn", "gptq")}
+    _show_pairs(frame)
+    floor, _ = comparisons.noise_floor(rtn, "delta_loss")
+    path = Path("out") / "controlled_sweep.png"
+    path.parent.mkdir(exist_ok=True)
+    draw(rtn, shown["rtn"], floor).savefig(path, dpi=150)
+    print(f"\nDrawn to {path}.")
+
+
+def _show_exponents(rtn: pd.DataFrame) -> None:
+    """Print whether the tokens exponent survives, and what the exponents are made of."""
+    rows = []
+    for name in (*PLANNED, "q beside training"):
+        law = BESIDE if name == "q beside training" else get(name)
+        offset = [] if name == "q beside training" else ["group"]
+        made = fit(rtn, law, offset=offset)
+        found = made.parameters()
+        tokens = found.loc["gamma_D" if name == "kumar" else "beta"]
+        rows.append({"law": name, "tokens exponent": tokens["value"], "se": tokens["se"],
+                     "status": made.search.status})  # fmt: skip
+        if name in ("lr_anneal", "q beside training"):
+            _show(f"{name}, round-to-nearest at {BITS} bits", found)
+    _show("Exponent of tokens by law", pd.DataFrame(rows))
+    targets = ("ggn_trace", "noise_per_weight", "quadratic_delta", "delta_loss", "kl")
+    _show("RTN 4 bits g32: exponents of tokens, 1/size, 1/rate, decay", exponents(rtn, targets))
+
+
+def _show_nested(rtn: pd.DataFrame) -> None:
+    """Print what curvature adds once loss, noise and norm are held fixed, by runs left out."""
+    rows = {}
+    for name, formula in NESTED.items():
+        refit = partial(regress, kind="ols", formula=formula)
+        errors = [held_out(rtn, refit, s, target="delta_loss") for s in leave_one_out(rtn, "run")]
+        size = pd.concat(errors)["log_error"].abs()
+        rows[name] = {"median |log error|": size.median(), "mean": size.mean()}
+    _show("Nested regressions, each run predicted from the others", pd.DataFrame(rows).T)
+
+
+def _show_tests(rows: pd.DataFrame, method: str) -> pd.DataFrame:
+    """Print the held-out tests on both targets, and return the medians on delta_loss."""
+    found = {}
+    for target in ("delta_loss", "kl"):
+        errors = scores(rows, method, target)
+        found[target] = medians(errors)
+        floor, pairs = comparisons.noise_floor(rows, target)
+        _show(f"{method}, {target}: median |log error| of held-out rows; seeds' floor "
+              f"{floor:.3f} ({pairs} pairs)", found[target].T)  # fmt: skip
+        _show("lr_anneal beyond q, by run", versus(errors, "lr_anneal", "q"))
+    return found["delta_loss"]
+
+
+def _show_pairs(frame: pd.DataFrame) -> None:
+    """Print what decay, averaging and weight decay change, all else equal."""
+    rows = usable(frame, bits=(3, 4))
+    hidden = ["hidden_cancelled", "hidden_cancelled_inter", "hidden_relative_error"]
+    for name, pair in (
+        ("Decay to zero against where it began", comparisons.decays),
+        ("Average of the last fifth against its last checkpoint", comparisons.averages),
+        ("Weight decay 0.01 against 0.1", comparisons.weight_decays),
+    ):
+        pairs = pair(rows)
+        _show(f"{name}: mean log ratio", comparisons.changes(pairs))
+        _show(f"{name}: mean difference", comparisons.differences(pairs, hidden))
+
+
+if __name__ == "__main__":
+    main()
