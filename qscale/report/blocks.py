@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,4 +72,15 @@ class Code:
     kind: ClassVar[str] = "code"
 
 
-Block = Heading | Text | Bullets | Table | Figures | Code
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A fit to play with: prefix of its ids, what it is computed from, and its first prediction."""
+
+    name: str
+    law: dict[str, Any]
+    caption: str
+    start: dict[str, Any]
+    kind: ClassVar[str] = "panel"
+
+
+Block = Heading | Text | Bullets | Table | Figures | Code | Panel

@@ -15,6 +15,7 @@ from qscale.report import checks, figures, words
 from qscale.report.blocks import Bullets, Code, Figures, Heading, Table, Text
 from qscale.report.cautions import cautions, trends
 from qscale.report.comparison import comparison, held_out_scores
+from qscale.report.panel import panel
 from qscale.report.svg import drawn
 from qscale.report.tables import count, number
 from qscale.select import exponents_within
@@ -89,6 +90,7 @@ def _fit(evidence: Evidence, group: Group, name: str) -> list[Block]:
         *_sensitivity(evidence),
         Heading("What it predicts in the middle of the rows", 3),
         _predictions(evidence),
+        panel(evidence, name),
         *_data(evidence),
         Heading("How the minimum was found", 3),
         Text(words.status(fit)),

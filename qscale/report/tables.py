@@ -84,7 +84,7 @@ def to_html(frame: pd.DataFrame) -> Markup:
             for is_number, cell in zip(right, cells, strict=True)
         ]
         body.append(Markup("<tr>{}</tr>").format(Markup("").join(row)))
-    return Markup("<table><thead><tr>{}</tr></thead><tbody>{}</tbody></table>").format(
+    return Markup('<table class="data"><thead><tr>{}</tr></thead><tbody>{}</tbody></table>').format(
         Markup("").join(head), Markup("\n").join(body)
     )
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from qscale import datasets
 from qscale import table as tables
 from qscale.atomic import write_text
 from qscale.errors import QscaleError
 from qscale.fit.shipped import find
+from qscale.report import figures as drawings
 from qscale.report.blocks import Figures, Heading
 from qscale.report.content import blocks
 from qscale.report.evidence import Group, comparable, gather, held_out
-from qscale.report.tables import Markdown, escape_markdown, to_html, to_markdown
+from qscale.report.tables import Markdown, escape_markdown, number, to_html, to_markdown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -179,7 +184,24 @@ def render_html(content: Sequence[Block], title: str) -> str:
     """Return the report as one HTML page with its styles and figures inside."""
     page = _environment(autoescape=True).get_template("report.html.j2")
     contents = [b for b in content if isinstance(b, Heading) and b.anchor]
-    return page.render(blocks=content, title=title, contents=contents, to_html=to_html)
+    script = "\n".join(_template(name) for name in ("law.js", "page.js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return page.render(
+        blocks=content,
+        title=title,
+        contents=contents,
+        to_html=to_html,
+        number=number,
+        label=drawings.label,
+        shortest=lambda value: repr(value).removesuffix(".0"),
+        script=Markup(script),
+        script_hash=f"sha256-{digest}",
+    )
+
+
+def _template(name: str) -> str:
+    """Return the text of a file beside the templates."""
+    return resources.files("qscale.report").joinpath("templates", name).read_text("utf-8")
 
 
 def render_markdown(content: Sequence[Block], figures: str) -> str:
