@@ -2,7 +2,9 @@
 
 The cost of each matrix under each of five formats is predicted from curvature, ``qscale plan mix``
 finds the best mix within a budget, and the mix is quantized and evaluated, beside the uniform
-setting that fits the same budget. About three minutes::
+setting that fits the same budget. At 2 bits the loss is far from quadratic: mixes that take some
+matrices down to 2 bits cost more than predicted, and can lose to uniform bits. About three
+minutes::
 
     python examples/plan_mix.py
 """

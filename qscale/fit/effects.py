@@ -172,7 +172,7 @@ def mean_variance(effects: Effects, x: Array, frame: pd.DataFrame) -> Predictive
     frame
         The rows.
     """
-    wider = _with_new_levels(effects, frame, x.shape[1])
+    wider = with_new_levels(effects, frame, x.shape[1])
     both = np.concatenate([x, wider.known(frame)], axis=1).mean(axis=0)
     variance = np.array([both @ wider.cov @ both + effects.residual / len(frame)])
     shared = both[x.shape[1] :] ** 2 * np.diag(wider.cov)[x.shape[1] :]
@@ -214,7 +214,7 @@ def condition(
         Updated parameters, and effects whose terms now know the rows' levels.
     """
     p = len(theta)
-    wider = _with_new_levels(effects, frame, p)
+    wider = with_new_levels(effects, frame, p)
     both = np.concatenate([x, wider.known(frame)], axis=1)
     gain_to = wider.cov @ both.T
     observed = both @ gain_to + np.diag(wider.residual + noise)
@@ -225,8 +225,18 @@ def condition(
     return theta + move[:p], updated
 
 
-def _with_new_levels(effects: Effects, frame: pd.DataFrame, p: int) -> Effects:
-    """Return the effects with the frame's unknown levels added at their prior variance."""
+def with_new_levels(effects: Effects, frame: pd.DataFrame, p: int) -> Effects:
+    """Return the effects with the frame's unknown levels added at their prior variance.
+
+    Parameters
+    ----------
+    effects
+        Of a fit.
+    frame
+        Rows whose levels are to be known.
+    p
+        Number of the law's parameters, which come first in the joint covariance.
+    """
     terms, order = [], list(range(p))
     fresh: list[float] = []
     position = p

@@ -195,7 +195,7 @@ class Fit:
         """
         frame = self._complete(frame)
         found = self.predictive(frame, kind)
-        extra = self._unseen_variance(frame)
+        extra = self.unseen_variance(frame)
         if self.interval == "bootstrap":
             edges = self._drawn(frame, found, extra, probabilities, kind, seed)
         elif self.calibration is not None and kind == "new_checkpoint":
@@ -219,7 +219,7 @@ class Fit:
         found = mean_variance(self.effects, self._gradient(rows), rows)
         observed = self.law.linked(rows[self.target].to_numpy(dtype=float))
         error = float((observed - self.predictive(rows).mean).mean())
-        unseen = float(self._unseen_variance(rows).mean())
+        unseen = float(self.unseen_variance(rows).mean())
         return Predictive(np.array([error]), np.sqrt(found.sd**2 + unseen), found.dof)
 
     def given(self, rows: pd.DataFrame) -> Fit:
@@ -289,7 +289,7 @@ class Fit:
                 raise TableError(f"prediction: row {row} has no value in column {column!r}.")
         return frame.assign(**absent).reset_index(drop=True)
 
-    def _unseen_variance(self, frame: pd.DataFrame) -> np.ndarray:
+    def unseen_variance(self, frame: pd.DataFrame) -> np.ndarray:
         """Variance between the known levels of each offset whose level is not known, shape (n,)."""
         variance = np.zeros(len(frame))
         for factor in self.law.factors:

@@ -117,3 +117,27 @@ def test_a_mistake_in_mix(matrices, capsys, arguments, message) -> None:
     table.write(rows.assign(spec="gptq int3"), "gptq.csv")
     table.write(rows.assign(spec="rtn mix:0123abcd"), "mixed.csv")
     assert message in mistake(capsys, "mix", *arguments)
+
+
+def test_tokens_prints_an_interval_and_whether_training_is_past_it(data, capsys) -> None:
+    out = run(
+        capsys, "tokens", "fit.json", *KNOWN, "--bits", "2,3", "--draws", "100", "-o", "t.csv"
+    )
+    assert "1e+12 is past it" in out
+    assert "different models and texts" in " ".join(out.split())
+    written = pd.read_csv("t.csv")
+    assert (written["low"] < written["critical_tokens"]).all()
+    without = run(capsys, "tokens", "fit.json", "--n-params", "1e9", "--bits", "2,3")
+    assert "is past it" not in without
+
+
+def test_tokens_says_when_there_are_none(data, capsys) -> None:
+    rows = simulate()
+    table.write(
+        rows.assign(delta_loss=rows["delta_loss"] * (rows["tokens"] / 1e12) ** -0.6), "f.csv"
+    )
+    run(capsys, "fit", "f.csv", "--law", "ouyang", "--interval", "model", "-o", "falls.json")
+    out = run(capsys, "tokens", "falls.json", *KNOWN, "--bits", "2", "--draws", "50")
+    assert "there are no critical tokens" in " ".join(out.split())
+    mistaken = mistake(capsys, "tokens", "fit.json", *KNOWN, "--loss", "fit.json")
+    assert "must predict loss_fp" in mistaken
