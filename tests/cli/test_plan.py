@@ -141,3 +141,40 @@ def test_tokens_says_when_there_are_none(data, capsys) -> None:
     assert "there are no critical tokens" in " ".join(out.split())
     mistaken = mistake(capsys, "tokens", "fit.json", *KNOWN, "--loss", "fit.json")
     assert "must predict loss_fp" in mistaken
+
+
+def test_pareto_fills_a_memory_and_chooses_among_sizes(data, capsys) -> None:
+    asked = ("pareto", "fit.json", "--tokens", "1e12", "--draws", "50")
+    filled = run(capsys, *asked, "--memory", "2e9,8e9", "-o", "filled.csv")
+    assert "Within 2e+09 bytes" in filled
+    assert "Within 8e+09 bytes" in filled
+    assert len(pd.read_csv("filled.csv")) == 12
+    family = run(capsys, *asked, "--sizes", "1e9,7e9", "--memory", "1e6,4e9")
+    assert "Nothing fits 1e+06 bytes" in family
+    assert "Frontier of 12 points" in family
+    scaled = run(capsys, "pareto", "fit.json", "--tokens-per-param", "20", "--sizes", "1e9",
+                 "--draws", "50")  # fmt: skip
+    assert "Frontier of 6 points" in scaled
+
+
+def test_pareto_of_measured_rows(data, capsys) -> None:
+    chosen = "method == 'gptq' and source == 'GPTQ paper' and protocol == 'wikitext2/ctx2048'"
+    out = run(capsys, "pareto", "--measured", "published_ptq", "--where", chosen)
+    assert "OPT-125M" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give either a fit or --measured"),
+        (("fit.json", "--tokens", "1e12"), "give --sizes"),
+        (("fit.json", "--memory", "1e9"), "give the training tokens"),
+        (("fit.json", "--memory", "0", "--tokens", "1e12"), "--memory must be above zero"),
+        (("fit.json", "--sizes", "-1", "--tokens", "1e12"), "--sizes must be above zero"),
+        (("fit.json", "--memory", "1e9", "--tokens-per-param", "-1"), "must be above zero"),
+        (("fit.json", "--n-params", "1e9", "--tokens", "1e12"), "give --sizes, or --memory"),
+        (("--measured", "published_ptq"), "several protocols"),
+    ],
+)
+def test_a_mistake_in_pareto(data, capsys, arguments, message) -> None:
+    assert message in mistake(capsys, "pareto", *arguments)
