@@ -8,5 +8,5 @@ plan = App(
     name="plan",
     help="Plan from fits: bit widths, mixes, sizes, training length, schedules, measurements.",
 )
-for _name in ("bits", "mix", "tokens", "pareto"):
+for _name in ("bits", "mix", "tokens", "pareto", "schedule"):
     plan.command(f"qscale.cli.plan_{_name}:{_name}", name=_name)

@@ -178,3 +178,36 @@ def test_pareto_of_measured_rows(data, capsys) -> None:
 )
 def test_a_mistake_in_pareto(data, capsys, arguments, message) -> None:
     assert message in mistake(capsys, "pareto", *arguments)
+
+
+RATES = ("--lr-peak", "1e-3", "--lr", "1e-4")
+
+
+def test_schedule_prints_ratios_and_cautions(data, capsys) -> None:
+    name = "learning_rate_gptq_lr_anneal"
+    out = run(capsys, "schedule", name, *KNOWN, *RATES, "--try", "lr_peak=2e-2", "--try",
+              "tokens=2e12,lr=1e-3", "-o", "s.csv")  # fmt: skip
+    said = " ".join(out.split())
+    assert "above the fitted range" in said
+    assert "is not predicted here" in said
+    written = pd.read_csv("s.csv")
+    assert written["schedule"].tolist()[:3] == [
+        "as given",
+        "lr_peak=0.02",
+        "tokens=2e+12, lr=0.001",
+    ]
+    plain = run(capsys, "schedule", "fit.json", *KNOWN, "--try", "tokens=2e12")
+    assert "does not read the learning rate" in plain
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give an alternative"),
+        (("--try", "lr_peak"), "--try must be NAME=VALUE"),
+        (("--try", "lr_peak=fast"), "--try lr_peak: must be a number"),
+        (("--try", "lr_peak=1e-3"), "does not read it"),
+    ],
+)
+def test_a_mistake_in_schedule(data, capsys, arguments, message) -> None:
+    assert message in mistake(capsys, "schedule", "fit.json", *KNOWN, *arguments)

@@ -1,0 +1,123 @@
+"""``qscale plan schedule``: what another learning-rate schedule would do to the increase."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from qscale.cli.console import Seed, console, number, pairs, refuse_existing, table
+from qscale.cli.facts import NOTHING, Facts, Settings
+from qscale.cli.plan_bits import with_stored_bits
+from qscale.cli.plan_tokens import SETTING
+from qscale.errors import QscaleError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from qscale.fit import Fit
+
+_PLAIN = Settings(bits="3,4")
+
+
+def schedule(
+    fit: str,
+    checkpoint: Path | None = None,
+    /,
+    *,
+    try_: Annotated[list[str] | None, Parameter(name="--try")] = None,
+    facts: Facts = NOTHING,
+    settings: Settings = _PLAIN,
+    draws: int = 4000,
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
+    force: bool = False,
+    seed: Seed = 0,
+) -> None:
+    """Predict what another peak rate, more tokens or another decay would do to the loss increase.
+
+    Describe the run as planned, then each alternative by what changes. The ratio between them is
+    the law's, with an interval; a prediction for each is of a new run.
+
+    Parameters
+    ----------
+    fit
+        A fit whose law reads learning rates or tokens, or the name of a shipped one, such as
+        learning_rate_gptq_lr_anneal.
+    checkpoint
+        Hugging Face folder: its parameters are counted, its qscale.toml is read.
+    try_
+        NAME=VALUE, several joined by commas, such as lr_peak=1e-3 or tokens=2e12,lr=1e-3. May be
+        repeated. A new lr_peak alone scales lr with it; lr equal to lr_peak is the stable phase.
+    draws
+        Draws of the ratio.
+    output
+        Write the table to this .csv or .parquet file.
+    force
+        Replace the output if it exists.
+    seed
+        Of the draws.
+    """
+    from qscale import table as tables  # noqa: PLC0415
+    from qscale.load import load_fitted  # noqa: PLC0415
+    from qscale.plan.joint import require_law  # noqa: PLC0415
+    from qscale.plan.schedule import alternatives  # noqa: PLC0415
+
+    refuse_existing(output, force)
+    fitted = require_law(load_fitted(fit), "the fit")
+    if not try_:
+        raise QscaleError("give an alternative, such as --try lr_peak=1e-3.")
+    changes = [_change(text) for text in try_]
+    rows = with_stored_bits(fitted, facts.known(fitted, checkpoint), settings)
+    found = alternatives(fitted, rows, changes, count=draws, seed=seed)
+    _show(fitted, found)
+    if output is not None:
+        tables.write(found, output)
+        console.print(f"Written to {output}.", markup=False)
+
+
+def _change(text: str) -> dict[str, float]:
+    """Parse ``lr_peak=1e-3,tokens=2e12``."""
+    found = {}
+    for name, value in pairs(text.split(","), "--try").items():
+        try:
+            found[name] = float(value)
+        except ValueError:
+            raise QscaleError(f"--try {name}: must be a number. Got {value!r} instead.") from None
+    return found
+
+
+def _show(fitted: Fit, found: pd.DataFrame) -> None:
+    """Print the alternatives and what they rest on."""
+    from qscale.predict import outside  # noqa: PLC0415
+
+    data = fitted.data
+    console.print(f"\n{fitted.name} fitted on {data.rows} rows of {data.name}.", markup=False)
+    shown = [c for c in SETTING if c in found.columns]
+    rows = [
+        (
+            row["schedule"],
+            *(row[c] if isinstance(row[c], str) else number(row[c], 6) for c in shown),
+            number(row[fitted.target], 3),
+            f"{number(row['low'], 3)} to {number(row['high'], 3)}",
+            number(row["ratio"], 3),
+            f"{number(row['ratio_low'], 3)} to {number(row['ratio_high'], 3)}",
+        )
+        for _, row in found.iterrows()
+    ]
+    heading = ("schedule", *shown, fitted.target, "90 % of a new run", "ratio", "90 % of the ratio")
+    console.print(table("", heading, rows))
+    rates = {"lr", "lr_peak"} & set(fitted.columns)
+    said = [] if rates else ["the law does not read the learning rate."]
+    said += outside(fitted, found)
+    said.append(
+        "the ratio is the law's for the average run; the loss before quantization also depends on "
+        "the schedule, and is not predicted here."
+    )
+    levels = data.clusters
+    said.append(
+        f"the law has seen {levels} different {data.cluster}s: what it says of rates between and "
+        "beyond theirs is its form's, not theirs."
+    )
+    for sentence in [*said, *fitted.notes]:
+        console.print(f"Note: {sentence}", markup=False)
