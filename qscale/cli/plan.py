@@ -10,3 +10,4 @@ plan = App(
 )
 for _name in ("bits", "mix", "tokens", "pareto", "schedule"):
     plan.command(f"qscale.cli.plan_{_name}:{_name}", name=_name)
+plan.command("qscale.cli.plan_next:next_", name="next")

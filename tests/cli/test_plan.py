@@ -211,3 +211,35 @@ def test_schedule_prints_ratios_and_cautions(data, capsys) -> None:
 )
 def test_a_mistake_in_schedule(data, capsys, arguments, message) -> None:
     assert message in mistake(capsys, "schedule", "fit.json", *KNOWN, *arguments)
+
+
+def test_next_orders_candidates(data, capsys) -> None:
+    candidates = simulate(runs=6, seed=5, prefix="new").drop(columns="delta_loss")
+    table.write(candidates, "pool.csv")
+    asked = ("next", "fit.json", "--candidates", "pool.csv", "--n-params", "1e12", "--tokens",
+             "1e13", "--count", "3")  # fmt: skip
+    out = run(capsys, *asked, "-o", "next.csv")
+    assert "3 of 18 candidates for the prediction" in out
+    written = pd.read_csv("next.csv")
+    assert written["sd"].is_monotonic_decreasing
+    assert "5 of 6 candidates" in run(
+        capsys, *asked[:-1], "5", "--where", "bits == 2", "--criterion", "parameters"
+    )
+    table.write(pd.DataFrame({"n_params": 1e12, "tokens": 1e13, "bits": [3.0, 4.0]}), "own.csv")
+    own = run(capsys, *asked[:2], "--candidates", "own.csv", *KNOWN, "--count", "1", "-o", "o.csv")
+    assert "1 of 2 candidates" in own
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "--candidates"),
+        (("--candidates", "absent.csv"), "absent.csv"),
+        (("--candidates", "rows.csv", "--count", "1000"), "number of candidates, 72"),
+        (("--candidates", "rows.csv", "--where", "bits >"), "--where"),
+        (("--candidates", "few.csv"), "no column 'tokens'"),
+    ],
+)
+def test_a_mistake_in_next(data, capsys, arguments, message) -> None:
+    table.write(simulate().drop(columns="tokens"), "few.csv")
+    assert message in mistake(capsys, "next", "fit.json", *KNOWN, *arguments)
