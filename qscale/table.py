@@ -300,23 +300,31 @@ def check(frame: pd.DataFrame, where: str = "table") -> pd.DataFrame:
     duplicated = frame.columns[frame.columns.duplicated()]
     if len(duplicated):
         raise TableError(f"{where}: column {duplicated[0]!r} appears twice.")
-    frame = frame.copy()
-    for name in frame.columns.intersection(list(COLUMNS)):
-        frame[name] = _as_kind(frame[name], COLUMNS[name], where)
-    _check_ranges(frame, where)
-    return frame
+    checked = pd.DataFrame(
+        {
+            name: _as_kind(values, COLUMNS[name], where) if name in COLUMNS else values
+            for name, values in frame.items()
+        },
+        index=frame.index,
+    )
+    if suspects := _suspects(checked):
+        _check_ranges(checked[suspects], where)
+    return checked
 
 
 def _as_kind(values: pd.Series, column: Column, where: str) -> pd.Series:
     """Convert one column to the dtype of its kind or raise naming the first bad row."""
     if column.kind == "text":
-        return values.astype("string").astype(object).where(values.notna(), None)
+        strings = pd.api.types.infer_dtype(values, skipna=True) == "string"
+        texts = values if strings else values.astype("string")
+        return texts.astype(object).where(values.notna(), None)
     converted: pd.Series
     if column.kind == "flag":
         flags = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
         converted = values.astype("string").str.strip().str.lower().map(flags).astype("boolean")
     else:
-        converted = pd.to_numeric(values, errors="coerce").astype("float64")
+        plain = values.dtype == np.dtype("float64")
+        converted = values if plain else pd.to_numeric(values, errors="coerce").astype("float64")
         infinite = np.isinf(converted.to_numpy())
         if infinite.any():
             row = int(np.flatnonzero(infinite)[0])
@@ -324,6 +332,8 @@ def _as_kind(values: pd.Series, column: Column, where: str) -> pd.Series:
                 f"{where}: row {row + 1}, column {column.name!r} is infinite. "
                 "Leave it empty and set status to nonfinite."
             )
+        if plain:
+            return converted
     bad = (converted.isna() & values.notna()).to_numpy(dtype=bool)
     if bad.any():
         row = int(np.flatnonzero(bad)[0])
@@ -335,6 +345,20 @@ def _as_kind(values: pd.Series, column: Column, where: str) -> pd.Series:
             f"Got {values.iloc[row]!r} instead."
         )
     return converted
+
+
+def _suspects(frame: pd.DataFrame) -> list[str]:
+    """Name the columns that hold a value out of range, quickly; the schema says what is wrong."""
+    known = [COLUMNS[name] for name in frame.columns if name in COLUMNS]
+    numbers = [column for column in known if column.kind == "number"]
+    values = frame[[column.name for column in numbers]].to_numpy(float)
+    low = [-np.inf if column.low is None else column.low for column in numbers]
+    high = [np.inf if column.high is None else column.high for column in numbers]
+    outside = np.any((values < low) | (values > high), axis=0)
+    closed = [column for column in known if column.allowed]
+    return [
+        column.name for column, bad in zip(numbers, np.atleast_1d(outside), strict=True) if bad
+    ] + [c.name for c in closed if not frame[c.name].dropna().isin(c.allowed).all()]
 
 
 def _check_ranges(frame: pd.DataFrame, where: str) -> None:
@@ -477,6 +501,10 @@ def write(frame: pd.DataFrame, path: str | Path) -> None:
 
 def from_rows(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Build a table from row mappings, known columns first and in the schema's order."""
-    frame = pd.DataFrame(list(rows))
+    return in_order(pd.DataFrame(list(rows)))
+
+
+def in_order(frame: pd.DataFrame) -> pd.DataFrame:
+    """Put known columns first and in the schema's order."""
     known = [name for name in COLUMNS if name in frame.columns]
     return frame[known + [name for name in frame.columns if name not in COLUMNS]]

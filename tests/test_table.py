@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pandas as pd
+import pandera.errors
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,6 +80,30 @@ def test_text_that_could_be_a_number_stays_text(tmp_path) -> None:
 def test_an_implausible_value_is_named_with_its_row(columns, message) -> None:
     with pytest.raises(TableError, match=f"mine.csv: .*{message}"):
         table.check(pd.DataFrame(columns), "mine.csv")
+
+
+EDGES = [None, -1e-12, 0.0, 0.5, 1.0, 1 + 1e-12, 32.0, 32.5, 50.0, 1e3, 1e14, 1e17, -60.0]
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([c.name for c in table.COLUMNS.values() if c.kind == "number"]),
+        st.tuples(st.sampled_from(EDGES), st.sampled_from(EDGES)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.lists(st.sampled_from([None, "ok", "failed", "fine"]), min_size=2, max_size=2),
+)
+@settings(max_examples=40, deadline=None)
+def test_check_refuses_what_the_schema_refuses(columns, statuses) -> None:
+    frame = pd.DataFrame(columns, dtype="float64").assign(status=statuses)
+    try:
+        table.schema().validate(frame)
+    except pandera.errors.SchemaError:
+        with pytest.raises(TableError, match=r"row [12], column"):
+            table.check(frame)
+    else:
+        assert len(table.check(frame)) == 2
 
 
 def test_nulls_and_unknown_columns_pass() -> None:

@@ -61,17 +61,9 @@ def read_rows(out: Path) -> list[dict[str, Any]]:
         If the name does not end as a table's, or the file exists but is not a table that
         :func:`append` wrote.
     """
-    if not _SUFFIX.search(out.name):
-        raise TableError(f"{out}: a table must end in .csv, .csv.gz, .csv.xz or .parquet.")
-    if not out.exists():
+    frame = _read(out)
+    if frame is None:
         return []
-    frame = table.read(out)
-    missing = [name for name in KEY[:-1] if name not in frame.columns]
-    if missing:
-        raise TableError(
-            f"{out}: exists and is not a table of qscale measure (no column {missing[0]!r}). "
-            "Choose another output."
-        )
     rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
     return [{str(name): value for name, value in row.items()} for row in rows]
 
@@ -82,9 +74,29 @@ def append(out: Path, row: Mapping[str, Any]) -> None:
     The file is replaced in one step, so whoever reads it, or whatever kills this process, finds
     it whole.
     """
+    added = table.check(table.from_rows([row]), f"new row of {out}")
     with _lock(out):
-        kept = [old for old in read_rows(out) if row_key(old) != row_key(row)]
-        table.write(table.check(table.from_rows([*kept, row]), str(out)), out)
+        old = _read(out)
+        if old is not None:
+            kept = old[~_matches(old, dict(zip(KEY, row_key(row), strict=True)))]
+            added = table.in_order(pd.concat([kept, added], ignore_index=True))
+        table.write(added, out)
+
+
+def _read(out: Path) -> pd.DataFrame | None:
+    """Read the table; None if there is no file."""
+    if not _SUFFIX.search(out.name):
+        raise TableError(f"{out}: a table must end in .csv, .csv.gz, .csv.xz or .parquet.")
+    if not out.exists():
+        return None
+    frame = table.read(out)
+    missing = [name for name in KEY[:-1] if name not in frame.columns]
+    if missing:
+        raise TableError(
+            f"{out}: exists and is not a table of qscale measure (no column {missing[0]!r}). "
+            "Choose another output."
+        )
+    return frame
 
 
 def save_side(out: Path, kind: str, frame: pd.DataFrame, key: Mapping[str, Any]) -> None:
@@ -205,16 +217,14 @@ def _read_side(path: Path) -> pd.DataFrame:
 
 
 def _matches(frame: pd.DataFrame, values: Mapping[str, Any]) -> pd.Series:
-    """Tell which rows hold all the values."""
-    return pd.Series(
-        np.logical_and.reduce(
-            [
-                (frame[name].isna() if value is None else frame[name] == value).to_numpy()
-                for name, value in values.items()
-            ]
-        ),
-        index=frame.index,
-    )
+    """Tell which rows hold all the values; a column that the frame lacks is null."""
+    found = pd.Series(data=True, index=frame.index)
+    for name, value in values.items():
+        if value is not None:
+            found &= frame[name] == value if name in frame else False
+        elif name in frame:
+            found &= frame[name].isna()
+    return found
 
 
 def _lock(path: Path) -> FileLock:

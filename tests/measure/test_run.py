@@ -320,6 +320,32 @@ def test_writers_of_one_table_do_not_lose_each_others_rows(rows, tmp_path):
     assert len(table.read(out)) == 21
 
 
+def test_a_row_takes_the_place_of_the_one_with_its_key(rows, tmp_path):
+    out = tmp_path / "rows.csv"
+    first = rows.iloc[0].drop("calibration", errors="ignore").to_dict()
+    store.append(out, first | {"mine": "a"})
+    store.append(out, first | {"loss_fp": 2.0, "calibration": None})
+    assert table.read(out)["loss_fp"].tolist() == [2.0]
+    store.append(out, first | {"loss_fp": 3.0, "calibration": "text"})
+    store.append(out, first | {"loss_fp": 4.03125})
+    store.append(out, first | {"loss_fp": 5.0, "calibration": "text"})
+    back = table.read(out)
+    assert back["loss_fp"].tolist() == [4.03125, 5.0]
+    assert back["calibration"].tolist() == [None, "text"]
+    same = [name for name in rows if name not in ("loss_fp", "calibration")]
+    expected = pd.concat([rows.iloc[:1]] * 2, ignore_index=True)[same]
+    pd.testing.assert_frame_equal(back[same], table.check(expected))
+    whole = out.read_bytes()
+    with pytest.raises(TableError, match=r"new row of .*rows.csv: row 1, column 'loss_fp' must be"):
+        store.append(out, first | {"spec": "other", "loss_fp": -1.0})
+    assert out.read_bytes() == whole
+    damaged = whole.replace(b"4.03125", b"4.o")
+    out.write_bytes(damaged)
+    with pytest.raises(TableError, match=r"rows.csv: row 1, column 'loss_fp' must be a number"):
+        store.append(out, first)
+    assert out.read_bytes() == damaged
+
+
 CHILD = """
 import sys, time
 from qscale.measure.run import measure
