@@ -12,6 +12,7 @@ from qscale.report.blocks import Bullets, Figures, Heading, Table, Text
 from qscale.report.evidence import LARGEST, LEAVE_ONE_OUT
 from qscale.report.svg import drawn
 from qscale.report.tables import number
+from qscale.validate.league import BASELINE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -117,17 +118,46 @@ def held_out_scores(group: Group, index: int, of: int) -> list[Block]:
     found.append(Text(" ".join((text, *held_out.notes))))
     if held_out.scores.empty:
         return found
-    scored = held_out.scores.dropna(subset=["median_abs_log_error"])
+    found += [Text(sentence) for sentence in against_baseline(group)]
+    scores = pd.concat([held_out.scores, held_out.baseline], ignore_index=True)
+    scored = scores.dropna(subset=["median_abs_log_error"])
     if len(scored):
         found.append(_score_figures(scored, f"held-out-{index + 1}"))
-    found.append(_score_table(held_out.scores, several=len(group.members) > 1))
+    found.append(_score_table(scores))
     failures = held_out.scores[held_out.scores["error"].fillna("") != ""]
     reasons = [f"{row.fit}, {row.held_out}: {row.error}" for row in failures.itertuples()]
     return [*found, Bullets(tuple(reasons), "Could not be scored")] if reasons else found
 
 
-def _score_table(scores: pd.DataFrame, *, several: bool) -> Table:
-    """Tabulate scores split by split, the fits under each other."""
+def against_baseline(group: Group) -> list[str]:
+    """Say whether each fit beats the mean of each method and bit width on rows it has not seen."""
+    naive = group.held_out.baseline.set_index(["protocol", "held_out"])["median_abs_log_error"]
+    sentences = []
+    for member in group.members:
+        own = group.held_out.scores
+        own = own[own["fit"] == member.label].set_index(["protocol", "held_out"])
+        both = pd.DataFrame({"law": own["median_abs_log_error"], "naive": naive}).dropna()
+        if both.empty:
+            continue
+        wins = int((both["law"] < both["naive"]).sum())
+        mean = both.mean()
+        sentences.append(
+            f"A naive rule, the mean of the known rows of each method and bit width "
+            f"({BASELINE}), errs by ×{words.times(mean['naive'])} on average over these splits; "
+            f"{member.label} by ×{words.times(mean['law'])}, and it is closer on {wins} of "
+            f"{len(both)}."
+            + (
+                ""
+                if mean["law"] < mean["naive"]
+                else " On such rows the law is no better than knowing the bit width alone: do not "
+                "use it to extrapolate in this direction."
+            )
+        )
+    return sentences
+
+
+def _score_table(scores: pd.DataFrame) -> Table:
+    """Tabulate scores split by split, the fits and the naive rule under each other."""
     columns = {
         "rows": scores["rows"],
         "median |log error|": scores["median_abs_log_error"],
@@ -138,8 +168,7 @@ def _score_table(scores: pd.DataFrame, *, several: bool) -> Table:
     }
     with np.errstate(over="ignore"):  # a width beyond any number is shown as infinite
         columns["90 % high / low"] = np.exp(scores["width_90"])
-    first = {"fit": scores["fit"]} if several else {}
-    table = pd.DataFrame({**first, **columns})
+    table = pd.DataFrame({"fit": scores["fit"], **columns})
     table.index = pd.Index(scores["held_out"], name="held out")
     order = np.argsort(pd.factorize(scores["held_out"])[0], kind="stable")
     caption = (

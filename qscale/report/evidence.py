@@ -12,14 +12,15 @@ import pandas as pd
 from qscale.errors import FitError
 from qscale.fit import fit as fit_law
 from qscale.fit.rows import select
-from qscale.laws import columns_of
+from qscale.laws import Law, columns_of
+from qscale.laws.factors import constant
 from qscale.validate import Split, largest, leave_one_out, score
+from qscale.validate.league import BASELINE, mean_by_setting, with_setting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from qscale.fit import Fit
-    from qscale.laws import Law
 
 LEAVE_ONE_OUT = "leave one out"
 LARGEST = "largest sizes"
@@ -88,12 +89,16 @@ class HeldOut:
         Number of rows that all the laws can use and the splits are made of.
     notes
         Sentences on what could not be held out, or was held out otherwise than by family.
+    baseline
+        The same as ``scores`` of `qscale.validate.league.mean_by_setting`, which reads nothing but
+        the method and the bit width.
     """
 
     scores: pd.DataFrame
     left_out: str
     rows: int
     notes: tuple[str, ...]
+    baseline: pd.DataFrame
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,11 +222,28 @@ def held_out(
             progress(f"{each.label}: refitting without {split.name}")
             part = score(frame, each.law, [split], refit, where=where, cluster=cluster)
             parts.append(part.assign(fit=each.label, protocol=protocol))
+    naive = _baseline(frame, first, splits)
+    return HeldOut(_stacked(parts), left_out, len(frame), tuple(notes), _stacked(naive))
+
+
+def _baseline(
+    frame: pd.DataFrame, first: Evidence, splits: Sequence[tuple[str, Split]]
+) -> list[pd.DataFrame]:
+    """Score the mean of each method and bit width on the same splits."""
+    cluster, law = first.fit.data.cluster, Law(BASELINE, first.law.target, (constant("k"),))
+    refit = mean_by_setting(first.law.target, cluster)
+    rows = with_setting(frame)
+    return [
+        score(rows, law, [split], refit, cluster=cluster).assign(fit=BASELINE, protocol=protocol)
+        for protocol, split in splits
+    ]
+
+
+def _stacked(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Put the scores of several splits below one another."""
     columns = ["fit", "protocol", "held_out", "rows", *_SCORES, "error"]
     scores = pd.concat(parts) if parts else pd.DataFrame()
-    return HeldOut(
-        scores.reindex(columns=columns).reset_index(drop=True), left_out, len(frame), tuple(notes)
-    )
+    return scores.reindex(columns=columns).reset_index(drop=True)
 
 
 def _leave_out(

@@ -213,5 +213,5 @@ def _caption(fit: Fit, interval: str | None) -> str:
     return (
         f"The numbers of qscale predict for a new checkpoint: median and intervals of {fit.target} "
         f"by the fit's {fit.interval} method, computed in this page from the fit's own parameters. "
-        "Below it, what each column does to the prediction against the setting at the start."
+        "The line above says what each column does to the prediction, against the start."
     )

@@ -41,7 +41,7 @@ _SHOWN = (
 
 @dataclass(frozen=True, slots=True)
 class League:
-    """Models ordered by their mean |log error| on the same held-out rows.
+    """Models ordered by their mean absolute log error on the same held-out rows.
 
     Parameters
     ----------
@@ -53,10 +53,10 @@ class League:
     by_split
         The same for each model and split.
     tests
-        The best against each other model: ``model``, ``difference`` (its mean |log error| minus
-        the best's), its ``low`` and ``high`` (90 %, resampling clusters), ``p_value`` (sign flips
-        of clusters) and ``p_holm``, adjusted for all pairs of models, so that it holds whichever
-        of them turned out best.
+        The best against each other model: ``model``, ``difference`` (its mean absolute log error
+        minus the best's), its ``low`` and ``high`` (90 %, resampling clusters), ``p_value`` (sign
+        flips of clusters) and ``p_holm``, adjusted for all pairs of models, so that it holds
+        whichever of them turned out best.
     errors
         Held-out rows of every model as `qscale.validate.held_out` gives them, with ``model``.
     notes
@@ -176,7 +176,7 @@ def compare(
     """
     if not models or not splits:
         raise FitError("a comparison needs at least one model and one split.")
-    frame = frame.assign(**{_SETTING: _settings(frame)})
+    frame = with_setting(frame)
     baseline = mean_by_setting(target, given_by if given else cluster, random=given > 0)
     every = {**models, BASELINE: baseline}
     splits, notes = _scorable_splits(frame, splits, target)
@@ -246,13 +246,12 @@ def _listed(names: list[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _settings(frame: pd.DataFrame) -> pd.Series:
-    """Join method and bit width into one text column, as far as the table has them."""
+def with_setting(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return a table with the text column that the baseline reads: method and bits, where known."""
     known = [column for column in ("method", "bits") if column in frame.columns]
-    if not known:
-        return pd.Series("all", index=frame.index)
     # Text first: an unknown value is a setting too.
-    return frame[known].map(str).agg(" ".join, axis=1)
+    joined = frame[known].map(str).agg(" ".join, axis=1) if known else "all"
+    return frame.assign(**{_SETTING: joined})
 
 
 def _scorable_splits(

@@ -11,6 +11,7 @@ from qscale.fit import fit
 from qscale.laws import get, is_named, published
 from qscale.predict import predict
 from qscale.report import words
+from qscale.report.comparison import against_baseline
 from qscale.report.evidence import (
     LARGEST,
     LEAVE_ONE_OUT,
@@ -80,6 +81,23 @@ def test_scores_are_those_of_validate(evidence, scored, frame) -> None:
     pd.testing.assert_frame_equal(scored.scores[columns], expected[columns])
     assert scored.scores["protocol"].tolist() == [LEAVE_ONE_OUT] * 3 + [LARGEST]
     assert (scored.left_out, scored.rows, scored.notes) == ("family", 48, ())
+
+
+def test_the_naive_rule_is_the_mean_of_the_known_rows_of_each_bit_width(evidence, scored) -> None:
+    usable, target = evidence.rows, np.log(evidence.rows["delta_loss"])
+    for name, family in enumerate(sorted(usable["family"].unique())):
+        left = usable["family"] == family
+        means = target[~left].groupby(usable["bits"]).mean()
+        error = (target[left] - usable["bits"][left].map(means)).abs().median()
+        row = scored.baseline.iloc[name]
+        assert row["held_out"] == f"family {family}"
+        assert row["median_abs_log_error"] == pytest.approx(error, rel=1e-6)
+    (sentence,) = against_baseline(Group((evidence,), scored))
+    both = scored.scores["median_abs_log_error"] < scored.baseline["median_abs_log_error"]
+    assert f"closer on {both.sum()} of 4" in sentence
+    assert "no better" not in sentence
+    (sentence,) = against_baseline(Group((evidence,), replace(scored, baseline=scored.scores)))
+    assert "closer on 0 of 4. On such rows the law is no better" in sentence
 
 
 def test_summary_weighs_rows_and_passes_over_failures() -> None:

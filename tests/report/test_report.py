@@ -328,7 +328,7 @@ def test_without_families_parts_of_the_clusters_are_left_out(tmp_path) -> None:
     made = fit(table.read(name), get("ouyang"), n_boot=25, name=name)
     text = write_report({"x": made}, tmp_path / "r.html", n_boot=25).markdown.read_text()
     assert "fewer than two families: the 24 clusters by run were dealt into 10 parts" in text
-    held_out = re.findall(r"^\| part \d+ of 10 \| (\d+) ", text, re.MULTILINE)
+    held_out = re.findall(r"^\| part \d+ of 10 \| x \| (\d+) ", text, re.MULTILINE)
     assert len(held_out) == 10
     assert sum(map(int, held_out)) == 72
 
