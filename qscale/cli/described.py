@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qscale.cli.console import pairs
@@ -10,7 +12,6 @@ from qscale.errors import QscaleError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     import pandas as pd
 
@@ -29,8 +30,45 @@ _OF_ONE_SETTING = (
 )  # fmt: skip
 
 
-def assigned(items: Sequence[str], fitted: Fitted) -> dict[str, Any]:
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@\S+)?")
+
+
+def parted(first: str | None, second: str | None) -> tuple[str | None, str | None]:
+    """Tell a fit from a checkpoint where only one of them may be named.
+
+    Parameters
+    ----------
+    first, second
+        What was given; both, one or none. Of one alone, a shipped name or a file is a fit, and a
+        folder, a ``.gguf`` file or ``org/name`` of a hub a checkpoint.
+
+    Returns
+    -------
+    tuple
+        The fit and the checkpoint; None for what was not named.
+
+    Examples
+    --------
+    >>> parted("mine.json", None), parted("EleutherAI/pythia-70m@step1000", None)
+    (('mine.json', None), (None, 'EleutherAI/pythia-70m@step1000'))
+    """
+    from qscale.fit.shipped import names  # noqa: PLC0415
+
+    if first is None or second is not None:
+        return first, second
+    path = Path(first)
+    if first in names() or (path.is_file() and path.suffix != ".gguf"):
+        return first, None
+    on_hub = path.suffix != ".json" and _HUB_ID.fullmatch(first) is not None
+    if path.is_dir() or path.suffix == ".gguf" or on_hub:
+        return None, first
+    return first, None
+
+
+def assigned(items: Sequence[str], fitted: Fitted | None) -> dict[str, Any]:
     """Parse ``sqnr_db=21`` items as values of the kind that the column holds.
+
+    Without a fit, the columns of the table alone are known.
 
     Raises
     ------
@@ -43,11 +81,13 @@ def assigned(items: Sequence[str], fitted: Fitted) -> dict[str, Any]:
     from qscale import table as tables  # noqa: PLC0415
 
     values = {}
-    known = (*tables.COLUMNS, *fitted.columns, *fitted.categories)
+    own = () if fitted is None else (*fitted.columns, *fitted.categories)
+    targets = ("delta_loss", "relative_delta") if fitted is None else (fitted.target,)
+    known = (*tables.COLUMNS, *own)
     for name, text in pairs(items, "--set").items():
         if name in LISTED:
             raise QscaleError(f"--set {name}: give --{name.replace('_', '-')} instead.")
-        if name == fitted.target:
+        if name in targets:
             raise QscaleError(f"--set {name}: this is what the fit predicts.")
         if name not in known:
             raise QscaleError(
@@ -56,7 +96,7 @@ def assigned(items: Sequence[str], fitted: Fitted) -> dict[str, Any]:
             )
         checked = tables.check(pd.DataFrame({name: [text]}), f"--set {name}={text}")
         values[name] = checked[name].iloc[0]
-        if name not in tables.COLUMNS and name in fitted.columns:
+        if name not in tables.COLUMNS and fitted is not None and name in fitted.columns:
             values[name] = _number(name, text)
     return values
 
@@ -69,7 +109,7 @@ def _number(name: str, text: str) -> float:
         raise QscaleError(f"--set {name}: must be a number. Got {text!r} instead.") from None
 
 
-def described(checkpoint: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
+def described(checkpoint: str | None, flags: Mapping[str, Any]) -> dict[str, Any]:
     """Join what the folder says with the flags, which take precedence."""
     known: dict[str, Any] = {}
     if checkpoint is not None:

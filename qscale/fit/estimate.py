@@ -7,6 +7,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pandas.api.types import is_numeric_dtype
 
 from qscale.errors import FitError
 from qscale.fit import mixed
@@ -348,7 +349,12 @@ def _data(selection: Selection, law: Law, name: str, cluster: str, options: dict
     """Record what was fitted on."""
     frame = selection.frame
     used = frame[list(dict.fromkeys((*law.columns, law.target)))]
-    numeric = [c for c in frame.columns if c in _RANGED and frame[c].notna().any()]
+    numeric = [
+        c
+        for c in frame.columns
+        if (c in _RANGED or (c in law.columns and is_numeric_dtype(frame[c])))
+        and frame[c].notna().any()
+    ]
     texts = [c for c in frame.columns if c in _LEVELLED and frame[c].notna().any()]
     return Data(
         name=name,
@@ -360,6 +366,7 @@ def _data(selection: Selection, law: Law, name: str, cluster: str, options: dict
         ranges={c: (float(frame[c].min()), float(frame[c].max())) for c in numeric},
         levels={c: tuple(sorted(map(str, frame[c].dropna().unique()))) for c in texts},
         options=options,
+        medians={c: float(frame[c].median()) for c in numeric},
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import pandas as pd
@@ -99,6 +99,9 @@ class Data:
         ``{column: values}`` of text columns in the usable rows.
     options
         Options that reproduce the fit, such as where, mapping, offset, random, fixed and seed.
+    medians
+        ``{column: median}`` of numeric columns over the usable rows; empty in fits made before it
+        was recorded.
     """
 
     name: str
@@ -110,6 +113,7 @@ class Data:
     ranges: dict[str, tuple[float, float]]
     levels: dict[str, tuple[str, ...]]
     options: dict[str, Any]
+    medians: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Data:

@@ -25,6 +25,11 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(path.parent.name for path in folder().glob("*/fit.json")))
 
 
+def load_all() -> dict[str, Fit]:
+    """Load every shipped fit, by name."""
+    return {name: load(folder() / name / "fit.json") for name in names()}
+
+
 def find(name_or_path: str | Path) -> Fit:
     """Load a fit from a file, or a shipped one by name.
 

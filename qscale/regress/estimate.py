@@ -269,4 +269,5 @@ def _data(
         ranges={c: (float(frame[c].min()), float(frame[c].max())) for c in numbers},
         levels={c: tuple(sorted(map(str, frame[c].unique()))) for c in texts},
         options=options,
+        medians={c: float(frame[c].median()) for c in numbers},
     )

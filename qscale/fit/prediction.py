@@ -1,19 +1,18 @@
-"""Predict the loss increase of an unseen checkpoint from a fit, with intervals and warnings."""
+"""Predicted rows of whatever was fitted, with central intervals."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
-
-from qscale.table import COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from qscale.fit import Fitted
+    import pandas as pd
+
     from qscale.fit.effects import Kind
+    from qscale.fit.record import Fitted
 
 
 def predict(
@@ -67,49 +66,3 @@ def predict(
         with np.errstate(over="ignore"):
             result["perplexity_ratio"] = np.exp(result[fit.target])
     return result
-
-
-def outside(fit: Fitted, frame: pd.DataFrame) -> list[str]:
-    """Say in plain sentences where a described checkpoint lies outside what was fitted.
-
-    Parameters
-    ----------
-    fit
-        A fitted law or regression with the ranges of its data.
-    frame
-        The rows to be predicted.
-
-    Returns
-    -------
-    list of str
-        One sentence for each column of the fit beyond its fitted range and each column of labels,
-        such as ``method``, with a value that was not in the data. Empty if all is inside.
-    """
-    sentences = []
-    for column, (low, high) in fit.data.ranges.items():
-        if column not in fit.columns or column not in frame.columns:
-            continue
-        values = frame[column].dropna()
-        for beyond, edge, side in (
-            (values[values < low], low, "below"),
-            (values[values > high], high, "above"),
-        ):
-            if len(beyond):
-                extreme = beyond.min() if side == "below" else beyond.max()
-                factor = max(extreme / edge, edge / extreme) if extreme > 0 and edge > 0 else np.inf
-                span = f", {factor:.3g} times beyond" if np.isfinite(factor) else ""
-                sentences.append(
-                    f"{COLUMNS[column].meaning} ({column} = {extreme:g}) is {side} the fitted "
-                    f"range {low:g} to {high:g}{span}: this is an extrapolation."
-                )
-    for column, known in (fit.data.levels | fit.categories).items():
-        if column in frame.columns:
-            values = frame[column].dropna()
-            numbers = pd.api.types.is_float_dtype(values)
-            labels = values.map("{:g}".format) if numbers else values.astype(str)
-            new = sorted(set(labels) - set(known) - {""})
-            if new:
-                sentences.append(
-                    f"{column} {', '.join(new)} was not among the fitted rows ({', '.join(known)})."
-                )
-    return sentences

@@ -1,0 +1,24 @@
+"""Predict the loss increase of an unseen checkpoint: which fit, how sure, why, and is it normal."""
+
+from qscale.fit.prediction import predict
+from qscale.predict.choose import Candidate, candidates, reasons
+from qscale.predict.combine import combine, normal_log, zero_fit_prediction
+from qscale.predict.explain import contributions
+from qscale.predict.observe import Verdict, judge, percentile
+from qscale.predict.support import outside, unread
+
+__all__ = [
+    "Candidate",
+    "Verdict",
+    "candidates",
+    "combine",
+    "contributions",
+    "judge",
+    "normal_log",
+    "outside",
+    "percentile",
+    "predict",
+    "reasons",
+    "unread",
+    "zero_fit_prediction",
+]
