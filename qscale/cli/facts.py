@@ -13,8 +13,6 @@ from qscale.cli.described import FLAGS, assigned, described
 from qscale.errors import QscaleError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from qscale.fit import Fitted
 
 
@@ -52,8 +50,8 @@ class Facts:
     source: str | None = None
     set_: Annotated[list[str] | None, Parameter(name="--set")] = None
 
-    def known(self, fitted: Fitted, folder: Path | None = None) -> dict[str, Any]:
-        """Join flags and what a checkpoint's folder says to values by column.
+    def known(self, fitted: Fitted, checkpoint: str | None = None) -> dict[str, Any]:
+        """Join flags and what a checkpoint says of itself to values by column.
 
         Raises
         ------
@@ -68,7 +66,7 @@ class Facts:
         others = assigned(self.set_ or [], fitted)
         if twice := flags.keys() & others.keys():
             raise QscaleError(f"--set {min(twice)}: it has a flag too; give one of them.")
-        return described(folder, flags | others)
+        return described(checkpoint, flags | others)
 
 
 NOTHING = Facts()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from qscale.cli.console import Seed, console, number, refuse_existing, table
-from qscale.cli.described import settings_of
+from qscale.cli.described import measured, settings_of
 from qscale.cli.facts import COMMON, NOTHING, Facts, Settings
 from qscale.errors import QscaleError
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def bits(
     fit: str,
-    checkpoint: Path | None = None,
+    checkpoint: str | None = None,
     /,
     *,
     tolerance: float | None = None,
@@ -30,6 +30,7 @@ def bits(
     confidence: float = 0.9,
     facts: Facts = NOTHING,
     settings: Settings = COMMON,
+    given: Path | None = None,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     force: bool = False,
     seed: Seed = 0,
@@ -44,13 +45,16 @@ def bits(
     fit
         A fit written by qscale fit or qscale regress, or the name of a shipped fit.
     checkpoint
-        Hugging Face folder: its parameters are counted, its qscale.toml is read.
+        Hugging Face folder or hub id: parameters are counted, its qscale.toml is read.
     tolerance
         Largest loss increase that is accepted, nats per token.
     ppl_ratio
         The same as a ratio of perplexities, such as 1.05.
     confidence
         Probability that the chosen setting is within the tolerance.
+    given
+        Table of one or a few measured rows of this checkpoint, as for qscale predict: they narrow
+        what is known of its other settings.
     output
         Write the settings to this .csv or .parquet file.
     force
@@ -67,11 +71,22 @@ def bits(
     fitted = load_fitted(fit)
     if ppl_ratio is not None and fitted.target == "kl":
         raise QscaleError("--ppl-ratio is about the loss, and the fit predicts kl: --tolerance.")
+    if not {"bits", "bits_per_weight"} & set(fitted.columns):
+        raise QscaleError(
+            f"{fitted.name} does not read bits, so that it cannot tell their costs apart. Use a "
+            "fit whose law does."
+        )
     known = facts.known(fitted, checkpoint)
     accepted = in_unit_of(fitted.target, nats, known.get("loss_fp"))
     frame = with_stored_bits(fitted, known, settings)
-    choice = fewest_bits(fitted, frame, accepted, confidence, seed=seed)
+    told: Fitted = fitted
+    if given is not None:
+        rows, frame = measured(fitted, known, settings.values(), frame, given)
+        told = fitted.given(rows)
+    choice = fewest_bits(told, frame, accepted, confidence, seed=seed)
     _show(fitted, choice, nats)
+    if given is not None:
+        console.print(f"Given: {len(rows)} measured row{'s' * (len(rows) > 1)} of {given}.")
     if output is not None:
         tables.write(choice.settings, output)
         console.print(f"Written to {output}.", markup=False)
@@ -86,8 +101,6 @@ def with_stored_bits(fitted: Fitted, known: dict[str, Any], settings: Settings) 
     values = settings.values()
     if "bits_per_weight" not in fitted.columns or known.get("bits_per_weight") is not None:
         frame = settings_of(fitted, known, values)
-        if "group_size" not in frame.columns and values["group_size"][0] is not None:
-            frame["group_size"] = values["group_size"][0]
         return frame.assign(bits_per_weight=stored_bits_per_weight(frame))
     # A law of stored bits tells settings apart by them alone.
     rows = pd.DataFrame(
@@ -134,7 +147,7 @@ def _show(fitted: Fitted, choice: Choice, nats: float) -> None:
         for _, row in frame.iterrows()
     ]
     heading = ("bits_per_weight", *shown, f"{choice.target}, median",
-               f"{choice.confidence:.4g} bound", "within tolerance", "kept")  # fmt: skip
+               f"{100 * choice.confidence:g} % bound", "within tolerance", "kept")  # fmt: skip
     console.print(table("", heading, rows))
     unit = "" if choice.target != "relative_delta" else f" (relative {number(choice.tolerance, 3)})"
     said = f"{number(nats, 3)} nats per token{unit} at confidence {choice.confidence:g}"

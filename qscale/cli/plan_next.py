@@ -23,7 +23,7 @@ _SHOWN = ("run", "family", "n_params", "tokens", "lr_peak", "lr", "bits", "group
 
 def next_(
     fit: str,
-    checkpoint: Path | None = None,
+    checkpoint: str | None = None,
     /,
     *,
     candidates: str,
@@ -44,7 +44,7 @@ def next_(
     fit
         A fit of a law, written by qscale fit, or the name of a shipped one.
     checkpoint
-        Hugging Face folder of the checkpoint to be predicted.
+        Hugging Face folder or hub id of the checkpoint to be predicted.
     candidates
         A .csv or .parquet table of settings that could be measured, with the fit's columns and run;
         without a column run they are of the checkpoint itself. Or the name of a shipped dataset.

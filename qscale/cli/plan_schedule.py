@@ -23,7 +23,7 @@ _PLAIN = Settings(bits="3,4")
 
 def schedule(
     fit: str,
-    checkpoint: Path | None = None,
+    checkpoint: str | None = None,
     /,
     *,
     try_: Annotated[list[str] | None, Parameter(name="--try")] = None,
@@ -45,7 +45,7 @@ def schedule(
         A fit whose law reads learning rates or tokens, or the name of a shipped one, such as
         learning_rate_gptq_lr_anneal.
     checkpoint
-        Hugging Face folder: its parameters are counted, its qscale.toml is read.
+        Hugging Face folder or hub id: parameters are counted, its qscale.toml is read.
     try_
         NAME=VALUE, several joined by commas, such as lr_peak=1e-3 or tokens=2e12,lr=1e-3. May be
         repeated. A new lr_peak alone scales lr with it; lr equal to lr_peak is the stable phase.

@@ -23,7 +23,7 @@ SETTING = ("bits", "group_size", "method", "fmt")
 
 def tokens(
     fit: str,
-    checkpoint: Path | None = None,
+    checkpoint: str | None = None,
     /,
     *,
     loss: str = LOSS,
@@ -44,7 +44,7 @@ def tokens(
     fit
         A fit of delta_loss or relative_delta, written by qscale fit, or the name of a shipped one.
     checkpoint
-        Hugging Face folder: its parameters are counted, its qscale.toml is read.
+        Hugging Face folder or hub id: parameters are counted, its qscale.toml is read.
     loss
         A fit of loss_fp that reads tokens.
     draws
@@ -72,7 +72,7 @@ def tokens(
     if output is not None:
         written = found.replace({np.inf: np.nan})  # a table holds no infinities
         tables.write(written, output)
-        console.print(f"Written to {output}; none is empty.", markup=False)
+        console.print(f"Written to {output}; a cell is empty where there are none.", markup=False)
 
 
 def _show(loss: Fit, delta: Fit, found: pd.DataFrame, now: float | None) -> None:

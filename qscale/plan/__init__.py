@@ -2,5 +2,21 @@
 
 from qscale.plan.backtest import decisions, realised
 from qscale.plan.bits import Choice, fewest_bits
+from qscale.plan.mix import Allocation, allocate
+from qscale.plan.next import choose
+from qscale.plan.pareto import frontier
+from qscale.plan.schedule import alternatives
+from qscale.plan.tokens import critical_tokens
 
-__all__ = ["Choice", "decisions", "fewest_bits", "realised"]
+__all__ = [
+    "Allocation",
+    "Choice",
+    "allocate",
+    "alternatives",
+    "choose",
+    "critical_tokens",
+    "decisions",
+    "fewest_bits",
+    "frontier",
+    "realised",
+]

@@ -1,21 +1,32 @@
 """``qscale plan``: what it prints and writes, and one line for every mistake."""
 
+import shutil
+
 import pandas as pd
 import pytest
 
 from qscale import table
 from qscale.cli import main
+from qscale.fit import fit
+from qscale.laws import get
 from qscale.plan.mix import allocate
 from qscale.quantize.mix import Mix
 from tests.plan.test_mix import simulated
 from tests.simulations import simulate
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made")
+    table.write(simulate(), folder / "rows.csv")
+    fit(simulate(), get("ouyang"), interval="model", name="rows.csv").save(folder / "fit.json")
+    return folder
+
+
 @pytest.fixture
-def data(tmp_path, monkeypatch, capsys):
+def data(made, tmp_path, monkeypatch):
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    table.write(simulate(), "rows.csv")
-    run(capsys, "fit", "rows.csv", "--law", "ouyang", "--interval", "model", "-o", "fit.json")
     return tmp_path
 
 
@@ -58,6 +69,31 @@ def test_bits_of_a_shipped_fit_of_relative_loss(data, capsys) -> None:
              "--bits", "3,4", "--tolerance", "0.05")  # fmt: skip
     assert "--loss-fp" in mistake(capsys, *asked)
     assert "relative 0.025" in run(capsys, *asked, "--loss-fp", "2")
+
+
+def test_bits_after_one_measured_row(data, capsys) -> None:
+    asked = ("bits", "fit.json", *KNOWN, "--tolerance", "0.02", "--bits", "2,3,4")
+    run(capsys, *asked, "-o", "before.csv")
+    rows = pd.DataFrame({"bits": [4.0], "delta_loss": [0.005], "delta_loss_se": [0.0]})
+    table.write(rows, "given.csv")
+    out = run(capsys, *asked, "--given", "given.csv", "-o", "after.csv")
+    assert "Given: 1 measured row of given.csv" in out
+    before, after = pd.read_csv("before.csv"), pd.read_csv("after.csv")
+    spread = [(t["bound"] / t["delta_loss"]).to_numpy() for t in (before, after)]
+    assert (spread[1] < spread[0]).all()
+
+
+def test_bits_of_a_regression_and_of_a_law_without_bits(data, capsys) -> None:
+    formula = "log(delta_loss) ~ log(n_params) + log(tokens) + log(bits)"
+    main(["regress", "rows.csv", "--kind", "ols", "--formula", formula, "-o", "regression.json"])
+    out = run(capsys, "bits", "regression.json", *KNOWN, "--tolerance", "0.02")
+    assert "Fewest bits within" in out
+    assert "must be the fit of a law" in mistake(capsys, "tokens", "regression.json", *KNOWN)
+    table.write(simulate().assign(quadratic_delta=lambda t: t["delta_loss"] * 2), "q.csv")
+    main(["fit", "q.csv", "--law", "curvature", "--interval", "model", "-o", "curvature.json"])
+    capsys.readouterr()
+    asked = ("bits", "curvature.json", "--set", "quadratic_delta=0.1", "--tolerance", "1")
+    assert "does not read bits" in mistake(capsys, *asked)
 
 
 @pytest.mark.parametrize(
