@@ -15,6 +15,8 @@ def report(
     *fits: str,
     table: str | None = None,
     output: Annotated[Path, Parameter(name=["--output", "-o"])],
+    tables: Path | None = None,
+    model_card: Path | None = None,
     force: bool = False,
 ) -> None:
     """Write a report of one or several fits: answers, parameters, residuals, held-out scores.
@@ -27,6 +29,10 @@ def report(
         Table or dataset to take the rows from, if it is not where the fits say.
     output
         The .html file; the same in .md and a folder of figures are put beside it.
+    tables
+        Folder for every table of the report, as CSV and as LaTeX.
+    model_card
+        The .md file for a model card for the Hugging Face Hub.
     force
         Replace outputs that exist.
     """
@@ -48,7 +54,19 @@ def report(
         def progress(step: str) -> None:
             status.update(escape(step))
 
-        written = write_report(fits, output, table=table, force=force, progress=progress)
+        written = write_report(
+            fits,
+            output,
+            table=table,
+            tables_in=tables,
+            card=model_card,
+            force=force,
+            progress=progress,
+        )
     console.print(f"Report: {written.html}", markup=False, soft_wrap=True)
     console.print(f"Markdown: {written.markdown}", markup=False, soft_wrap=True)
     console.print(f"Figures: {written.figures}", markup=False, soft_wrap=True)
+    if written.tables is not None:
+        console.print(f"Tables: {written.tables}", markup=False, soft_wrap=True)
+    if written.card is not None:
+        console.print(f"Model card: {written.card}", markup=False, soft_wrap=True)

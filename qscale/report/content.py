@@ -14,6 +14,7 @@ from qscale.predict import predict
 from qscale.report import checks, figures, words
 from qscale.report.blocks import Bullets, Code, Figures, Heading, Table, Text
 from qscale.report.cautions import cautions, trends
+from qscale.report.cite import bibtex, methods_paragraph
 from qscale.report.comparison import comparison, held_out_scores
 from qscale.report.panel import panel
 from qscale.report.svg import drawn
@@ -58,6 +59,7 @@ def blocks(groups: Sequence[Group]) -> list[Block]:
         *(b for pair, name in zip(pairs, names, strict=True) for b in _fit(*pair, name)),
         *(b for i, group in enumerate(groups) for b in held_out_scores(group, i, len(groups))),
         *_reproduction(groups, several),
+        *_to_paste(groups, several),
         *_sources(groups),
     ]
 
@@ -305,6 +307,16 @@ def _reproduction(groups: Sequence[Group], several: bool) -> list[Block]:
                 ),
             ]
     return found
+
+
+def _to_paste(groups: Sequence[Group], several: bool) -> list[Block]:
+    """Give a methods paragraph for each fit, and BibTeX."""
+    found: list[Block] = [Heading("Methods and citations to paste", 2, "cite")]
+    for group in groups:
+        for member in group.members:
+            found += [Heading(member.label, 3)] if several else []
+            found.append(Code(methods_paragraph(member, group)))
+    return [*found, Code(bibtex([member for group in groups for member in group.members]))]
 
 
 def _sources(groups: Sequence[Group]) -> list[Block]:

@@ -21,8 +21,10 @@ from qscale.errors import QscaleError
 from qscale.fit.shipped import find
 from qscale.report import figures as drawings
 from qscale.report.blocks import Figures, Heading
+from qscale.report.card import model_card
 from qscale.report.content import blocks
 from qscale.report.evidence import Group, comparable, gather, held_out
+from qscale.report.export import write_tables
 from qscale.report.tables import Markdown, escape_markdown, number, to_html, to_markdown
 
 if TYPE_CHECKING:
@@ -46,11 +48,17 @@ class Written:
         The same in Markdown, which shows the figures of the folder.
     figures
         Folder of the figures as SVG.
+    tables
+        Folder of the tables as CSV and LaTeX, if asked for.
+    card
+        Model card for the Hugging Face Hub, if asked for.
     """
 
     html: Path
     markdown: Path
     figures: Path
+    tables: Path | None = None
+    card: Path | None = None
 
 
 def _silent(_: str) -> None:
@@ -62,6 +70,8 @@ def write_report(
     output: str | Path,
     *,
     table: str | Path | None = None,
+    tables_in: str | Path | None = None,
+    card: str | Path | None = None,
     force: bool = False,
     n_boot: int = 200,
     progress: Callable[[str], None] = _silent,
@@ -77,6 +87,10 @@ def write_report(
         The ``.html`` file; ``.md`` and a folder ``_figures`` of the same stem are put beside it.
     table
         Table or dataset to take the rows from instead of those the fits name.
+    tables_in
+        Folder for every table of the report as CSV and LaTeX.
+    card
+        ``.md`` file for a model card for the Hugging Face Hub.
     force
         Replace outputs that exist.
     n_boot
@@ -95,7 +109,12 @@ def write_report(
     QscaleError
         If an output exists and ``force`` is not set, a table cannot be read or has no usable row.
     """
-    written = _places(Path(output), force)
+    written = _places(
+        Path(output),
+        force,
+        tables=None if tables_in is None else Path(tables_in),
+        card=None if card is None else Path(card),
+    )
     if not isinstance(fits, Mapping):
         fits = dict(zip(labels(fits), map(find, fits), strict=True))
     if not fits:
@@ -120,6 +139,10 @@ def write_report(
     _place_figures(drawn, written.figures)
     write_text(written.markdown, render_markdown(content, written.figures.name))
     write_text(written.html, render_html(content, title))
+    if written.tables is not None:
+        write_tables(content, written.tables)
+    if written.card is not None:
+        write_text(written.card, model_card(groups))
     return written
 
 
@@ -149,16 +172,23 @@ def labels(paths: Sequence[str | Path]) -> list[str]:
     ]
 
 
-def _places(output: Path, force: bool) -> Written:
+def _places(output: Path, force: bool, tables: Path | None, card: Path | None) -> Written:
     """Name the outputs and refuse to replace what is there."""
     if output.suffix != ".html":
         raise QscaleError(f"{output}: --output must end in .html.")
-    written = Written(output, output.with_suffix(".md"), output.with_name(f"{output.stem}_figures"))
-    for path in (written.html, written.markdown, written.figures):
-        if path.exists() and not force:
-            raise QscaleError(f"{path} exists already; choose another --output or add --force.")
-    for path, folder in ((written.html, False), (written.markdown, False), (written.figures, True)):
-        if path.exists() and path.is_dir() != folder:
+    if card is not None and (card.suffix != ".md" or card == output.with_suffix(".md")):
+        raise QscaleError(
+            f"{card}: --model-card must end in .md and have another name than the report."
+        )
+    markdown, figures = output.with_suffix(".md"), output.with_name(f"{output.stem}_figures")
+    written = Written(output, markdown, figures, tables, card)
+    places = [(output, False), (markdown, False), (figures, True), (tables, True), (card, False)]
+    for path, folder in places:
+        if path is None or not path.exists():
+            continue
+        if not force:
+            raise QscaleError(f"{path} exists already; choose another name or add --force.")
+        if path.is_dir() != folder:
             raise QscaleError(f"{path} is {'a file' if folder else 'a folder'} and in the way.")
     return written
 
