@@ -13,6 +13,7 @@ from scipy.stats import spearmanr
 from qscale.fit import FEW_CLUSTERS, STATUS_MEANING
 from qscale.laws import published
 from qscale.laws.compose import product
+from qscale.report.diagnostics import ranks, uneven_scatter
 from qscale.report.evidence import LARGEST, LEAVE_ONE_OUT
 from qscale.report.words import listed, number, percent, plural, times
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 LARGE_SHARE = 0.2
 COVERAGE_GAP = {50: 0.2, 90: 0.1}
-TREND = 0.3
-TREND_P = 0.01
 CONFOUNDED = 0.9
 
 RECIPE = ("lr_peak", "lr", "decay_fraction", "lr_sum", "weight_decay", "batch_tokens")
@@ -190,31 +189,9 @@ def trend(evidence: Evidence) -> str | None:
 
 
 def trends(evidence: Evidence) -> dict[str, float]:
-    """Return rank correlations of residuals with columns outside the law, where they are clear.
-
-    Residuals are first averaged within clusters at each value of the column, because rows of one
-    cluster share their noise. The p-value is Bonferroni's over the columns tried.
-    """
-    rows = evidence.rows
-    tried = [
-        column
-        for column in (*RECIPE, *SETTING)
-        if column in rows.columns
-        and column not in evidence.fit.law.columns
-        and rows[column].nunique() >= 3
-    ]
-    found = {}
-    for column in tried:
-        table = pd.DataFrame(
-            {"cluster": evidence.clusters, "x": rows[column], "residual": evidence.residuals}
-        ).dropna()
-        means = table.groupby(["cluster", "x"], as_index=False)["residual"].mean()
-        if len(means) < 5 or means["residual"].nunique() < 2:
-            continue
-        rho, p = spearmanr(means["x"], means["residual"])
-        if abs(rho) > TREND and p * len(tried) < TREND_P:
-            found[column] = float(rho)
-    return found
+    """Return rank correlations of residuals with columns outside the law, where they are clear."""
+    outside = [c for c in (*RECIPE, *SETTING) if c not in evidence.fit.law.columns]
+    return ranks(evidence, evidence.residuals, outside)
 
 
 def confounded(evidence: Evidence) -> str | None:
@@ -237,7 +214,8 @@ def confounded(evidence: Evidence) -> str | None:
         return None
     return (
         f"These move together in the rows: {listed(found)}. An effect of one cannot be told from "
-        "an effect of the other."
+        "an effect of the other: trust predictions only where they keep moving together, or "
+        "measure runs in which one changes and the other does not."
     )
 
 
@@ -314,17 +292,24 @@ def large_offsets(evidence: Evidence) -> str | None:
 
 def coverage(label: str, summary: Summaries) -> str | None:
     """Warn that intervals hold many fewer or many more held-out rows than they should."""
-    found = []
+    found, narrow = [], False
     for protocol, (level, gap) in itertools.product((LEAVE_ONE_OUT, LARGEST), COVERAGE_GAP.items()):
         if (label, protocol) not in summary:
             continue
         share = summary[label, protocol].coverage[level]
         if abs(share - level / 100) > gap:
             way = "too narrow" if share < level / 100 else "too wide"
+            narrow = narrow or share < level / 100
             found.append(f"{percent(share)} in the {level} % intervals ({protocol}: {way})")
     if not found:
         return None
-    return f"Held-out rows inside their intervals: {listed(found)}."
+    advice = (
+        "Take them as too sure, or fit with --interval conformal, calibrated on what is left out, "
+        "and by the groups that predictions are for (--cluster family)."
+        if narrow
+        else "They are safe but say less than the law knows: more clusters make them narrower."
+    )
+    return f"Held-out rows inside their intervals: {listed(found)}. {advice}"
 
 
 CHECKS: tuple[Callable[[Evidence], str | None], ...] = (
@@ -341,6 +326,7 @@ CHECKS: tuple[Callable[[Evidence], str | None], ...] = (
     no_logarithm,
     chosen_by_outcome,
     trend,
+    uneven_scatter,
     confounded,
     no_effect,
     off_published,

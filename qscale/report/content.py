@@ -16,6 +16,7 @@ from qscale.report.blocks import Bullets, Code, Figures, Heading, Table, Text
 from qscale.report.cautions import cautions, trends
 from qscale.report.cite import bibtex, methods_paragraph
 from qscale.report.comparison import comparison, held_out_scores
+from qscale.report.diagnostics import influence, influence_in_words
 from qscale.report.panel import panel
 from qscale.report.svg import drawn
 from qscale.report.tables import count, number
@@ -105,6 +106,7 @@ def _fit(evidence: Evidence, group: Group, name: str) -> list[Block]:
         ),
         Figures(_residuals(evidence, name)),
         *_surprising(evidence),
+        *_influence(evidence),
         *_exponents(evidence, name),
     ]
 
@@ -181,6 +183,22 @@ def _surprising(evidence: Evidence) -> list[Block]:
         Heading("Runs that the others do not predict", 3),
         Text(text),
         Table(shown, caption),
+    ]
+
+
+def _influence(evidence: Evidence) -> list[Block]:
+    """Tabulate how far the estimates move when one cluster is left out."""
+    table = influence(evidence)
+    if table is None:
+        return []
+    caption = (
+        "Estimate without the cluster minus that with it, in standard errors, on the scale that "
+        "the fit searches (logarithms of amplitudes). The eight with the largest move."
+    )
+    return [
+        Heading("What single clusters decide", 3),
+        Text(influence_in_words(table)),
+        Table(table.head(8), caption),
     ]
 
 
