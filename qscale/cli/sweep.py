@@ -22,9 +22,46 @@ if TYPE_CHECKING:
 
     from qscale.sweep.plan import Plan, Task
 
+_EXAMPLE = """```toml
+task = "measure"
+
+[fixed]
+text = "heldout.txt"
+features = ""         # losses alone
+
+[grid]
+checkpoint = ["runs/small", "runs/large"]
+specs = ["rtn int3 g64", "rtn int4 g64", "gptq int3 g64", "gptq int4 g64"]
+
+[[exclude]]           # what to leave out of the grid
+checkpoint = "runs/large"
+specs = "gptq int3 g64"
+
+[[arms]]              # parts of the sweep; their tables go before the plan's
+name = "main"
+
+[[arms]]
+name = "calibrated"
+[arms.fixed]
+calibration = "train.txt"
+[arms.grid]
+checkpoint = ["runs/small"]
+
+[cost]                # of a task, for the first estimate
+seconds = 60
+gigabytes = 2
+```"""
+
 sweep = App(
     name="sweep",
-    help="Run a plan of independent tasks on any number of workers, and collect their rows.",
+    help="Run a plan of independent tasks on any number of workers, and collect their rows.\n\n"
+    "A plan is a TOML file. In this one, arm main measures two checkpoints under four settings in "
+    "7 tasks, and arm calibrated one of them again with another calibration text in 4:\n\n"
+    + _EXAMPLE
+    + "\n\n"
+    "In place of measure, task names a function of your own, file.py:function or module:function. "
+    "It is called with the parameters, a dict that also holds a seed, and an empty folder whose "
+    "content is removed after the task. It returns a DataFrame of rows, or a dict of frames.",
     help_epilogue="Exit status: 0 all tasks are done, 1 some failed, 2 a mistake in plan or "
     "options, 3 some are left: another sweep is at them, or a worker was lost or stopped.",
 )

@@ -14,7 +14,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from qscale import table
 from qscale.cli import main
+from qscale.cli.sweep import _EXAMPLE
 from qscale.errors import SweepError
 from qscale.sweep import plan as plans
 from qscale.sweep import store
@@ -267,3 +269,38 @@ def test_function_that_is_not_there_is_one_line(tmp_path, capsys) -> None:
     assert "no function 'rowz'. Functions are: rows." in capsys.readouterr().err
     with pytest.raises(SweepError, match="cannot be read"):
         plans.read(tmp_path / "absent.toml")
+
+
+@pytest.mark.slow
+def test_measure_gives_the_rows_of_qscale_measure(tmp_path) -> None:
+    checkpoint = Path(__file__).parents[2] / "examples" / "checkpoints" / "tiny-wsd-decayed"
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    options = {"context": 64, "probe_windows": 2, "num_probes": 4}
+    options |= {"features": "curvature", "max_hessian_probes": 8}
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        f'task = "measure"\n[fixed]\ncheckpoint = "{checkpoint}"\ntext = "text.txt"\nseed = 0\n'
+        + "".join(f"{name} = {value!r}\n" for name, value in options.items())
+        + '[grid]\nspecs = ["rtn int3 g64", "rtn int4 row"]\n'
+    )
+    assert code(plan, "--threads", 1) == 0
+    swept = collected(plan)
+    out = tmp_path / "plain.parquet"
+    specs = [word for spec in ("rtn int3 g64", "rtn int4 row") for word in ("--spec", spec)]
+    options["probes"] = options.pop("num_probes")
+    given = [w for k, v in options.items() for w in (f"--{k.replace('_', '-')}", str(v))]
+    arguments = ["measure", str(checkpoint), "--text", str(text), "--output", str(out)]
+    main([*arguments, *specs, *given, "--seed", "0"])
+    plain = pd.read_parquet(out)
+    assert swept["spec"].tolist() == plain["spec"].tolist()
+    assert swept["delta_loss"].nunique() == 2
+    found, expected = table.check(swept.drop(columns="task")), table.check(plain)
+    pd.testing.assert_frame_equal(found, expected, rtol=1e-6)
+
+
+def test_the_example_of_the_help_is_a_plan(tmp_path, capsys) -> None:
+    path = tmp_path / "example.toml"
+    path.write_text(_EXAMPLE.removeprefix("```toml\n").removesuffix("```"))
+    assert code(path, "--dry-run") == 0
+    assert "11 tasks of measure in 2 arms" in capsys.readouterr().out
