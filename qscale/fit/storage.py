@@ -48,6 +48,11 @@ def load(path: str | Path) -> Fit:
     return fit
 
 
+def from_json(text: str) -> Fit:
+    """Rebuild a fit from what `Fit.to_json` returned."""
+    return _rebuild(json.loads(text))
+
+
 def _rebuild(content: dict[str, Any]) -> Fit:
     """Put the parts together."""
     search = content["search"]

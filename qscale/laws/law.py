@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -160,6 +161,20 @@ class Law:
     def without_offsets(self) -> Law:
         """Return the law without the offsets that a fit added."""
         return replace(self, factors=tuple(f for f in self.factors if f.kind != "offset"))
+
+    def fit(self, frame: pd.DataFrame, **options: Any) -> Any:
+        """Fit the law to a measurement table: `qscale.fit.fit`, its options and its `Fit`.
+
+        Examples
+        --------
+        >>> from qscale import datasets
+        >>> from qscale.laws import get
+        >>> rtn = get("kumar").fit(datasets.load("published_ptq"), where="method == 'rtn'")
+        >>> rtn.search.status, rtn.data.rows
+        ('converged', 77)
+        """
+        # The one step up from laws to fits, for convenience; nothing here depends on it.
+        return importlib.import_module("qscale.fit").fit(frame, self, **options)
 
     def spec(self) -> dict[str, Any]:
         """Return a JSON-able description from which `from_spec` rebuilds the law."""
