@@ -45,7 +45,8 @@ class Regression:
         Mean variance of a linear model itself over the fitted rows, which the scatter already
         holds; 0 for others.
     median_error
-        Median |log error| of the fitted rows, each predicted by a model fitted without its cluster.
+        Median absolute log error of the fitted rows, each predicted by a model fitted without its
+        cluster.
     data
         What it was fitted on.
     notes

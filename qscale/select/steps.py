@@ -2,7 +2,7 @@
 
 Each step asks two questions of a factor. Is its coefficient further from zero than the scatter of
 whole runs explains (a cluster-robust Wald statistic, with a bootstrap p-value)? And does it predict
-runs that were left out better (mean |log error|, paired by run)?
+runs that were left out better (mean absolute log error, paired by run)?
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Selected:
     steps
         One row per factor looked at: ``step``, ``action`` (``add`` or ``drop``), ``factor``,
         ``f`` (cluster-robust Wald F), ``p_value`` and ``p_holm`` (adjusted for the factors of the
-        step), ``error_without`` and ``error_with`` (mean |log error| of left-out runs),
+        step), ``error_without`` and ``error_with`` (mean absolute log error of left-out runs),
         ``gain`` with ``low`` and ``high`` (their difference; above zero the factor helps),
         ``gain_p_holm``, ``supported`` (``test and score``, ``test``, ``score`` or ``neither``) and
         ``taken`` (whether the step was made).

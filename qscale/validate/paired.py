@@ -56,7 +56,7 @@ def paired(
     Parameters
     ----------
     differences
-        Difference of each row, such as |log error| of one model minus another's, shape (n,).
+        Difference of each row, such as absolute log error of one model minus another's, shape (n,).
     clusters
         Label of each row's cluster, shape (n,).
     level

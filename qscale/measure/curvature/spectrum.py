@@ -47,7 +47,7 @@ class Eigenvalues:
 
     values: NDArray[np.float64]
     residuals: NDArray[np.float64]
-    converged: NDArray[np.bool_]
+    converged: NDArray[np.bool]
     steps: int
 
 
