@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from cyclopts import App
 
+from qscale.cli.plan_bits import bits
+from qscale.cli.plan_mix import mix
+from qscale.cli.plan_next import next_
+from qscale.cli.plan_pareto import pareto
+from qscale.cli.plan_schedule import schedule
+from qscale.cli.plan_tokens import tokens
+
 plan = App(
     name="plan",
     help="Plan from fits: bit widths, mixes, sizes, training length, schedules, measurements.",
 )
-for _name in ("bits", "mix", "tokens", "pareto", "schedule"):
-    plan.command(f"qscale.cli.plan_{_name}:{_name}", name=_name)
-plan.command("qscale.cli.plan_next:next_", name="next")
+for _command in (bits, mix, tokens, pareto, schedule):
+    plan.command(_command)
+plan.command(next_, name="next")
