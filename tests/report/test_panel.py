@@ -269,9 +269,8 @@ def test_the_page_in_a_browser(page) -> None:
             chrome.scheme(scheme)
             assert chrome.run(CONTRAST) == []
         chrome.scheme("dark", media="print")
-        assert chrome.run("getComputedStyle(document.querySelector('.panel form')).display") == (
-            "none"
-        )
+        sliders = "getComputedStyle(document.querySelector('[data-slider]')).display"
+        assert chrome.run(sliders) == "none"
         assert chrome.complaints() == []
         assert chrome.requests() == [path.resolve().as_uri()]
 
