@@ -18,8 +18,10 @@ from qscale.sweep.tasks import ROWS, TASK
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-ROW_GROUP = 20_000
+ROW_GROUP = 5_000
 """Rows held in memory at once."""
+OPEN = 100
+"""Parts held open at once."""
 
 _ARROW = {"number": pa.float64(), "text": pa.string(), "flag": pa.bool_()}
 
@@ -96,16 +98,17 @@ def _measured(schema: pa.Schema) -> pa.Schema:
 def _batches(out: Path, kind: str, keys: list[str], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     """Yield rows part by part, with the task that they are of."""
     stored = schema.remove(schema.get_field_index(TASK))
-    dataset = ds.dataset([str(_part(out, key, kind)) for key in keys], stored, format="parquet")
-    scanner = dataset.scanner(
-        columns=[*stored.names, "__filename"], batch_size=ROW_GROUP, fragment_readahead=16
-    )
-    for batch in scanner.to_batches():
-        if len(batch):
-            *columns, files = batch.columns
-            task = Path(files[0].as_py()).parent.name
-            names = pa.array([task] * len(batch), pa.string())
-            yield pa.RecordBatch.from_arrays([*columns, names], schema=schema)
+    for first in range(0, len(keys), OPEN):  # a dataset keeps the metadata of every file it read
+        paths = [str(_part(out, key, kind)) for key in keys[first : first + OPEN]]
+        scanner = ds.dataset(paths, stored, format="parquet").scanner(
+            columns=[*stored.names, "__filename"], batch_size=ROW_GROUP, fragment_readahead=16
+        )
+        for batch in scanner.to_batches():
+            if len(batch):
+                *columns, files = batch.columns
+                task = Path(files[0].as_py()).parent.name
+                names = pa.array([task] * len(batch), pa.string())
+                yield pa.RecordBatch.from_arrays([*columns, names], schema=schema)
 
 
 def _chunks(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
