@@ -60,7 +60,7 @@ class ColumnsDirective(SphinxDirective):
         lines = ["| column | unit | allowed | meaning |", "|---|---|---|---|"]
         for column in COLUMNS.values():
             unit = column.unit or {"text": "text", "flag": "true or false"}.get(column.kind, "")
-            meaning = f"{column.meaning} {column.hint}".strip().replace("|", "\\|")
+            meaning = ". ".join(filter(None, (column.meaning, column.hint))).replace("|", "\\|")
             lines.append(f"| `{column.name}` | {unit} | {_allowed(column)} | {meaning} |")
         return self.parse_text_to_nodes("\n".join(lines))
 
@@ -75,6 +75,23 @@ def _allowed(column) -> str:
     return f"{low} to {high}" if low and high else f"≥ {low}" if low else f"≤ {high}"
 
 
+def _docstring(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+
+
+class ExamplesDirective(SphinxDirective):
+    """List every script in ``examples/`` with the first line of its docstring."""
+
+    def run(self) -> list:
+        """Parse a Markdown table made from the scripts."""
+        lines = ["| script | what it shows |", "|---|---|"]
+        for path in sorted((ROOT / "examples").glob("*.py")):
+            self.env.note_dependency(str(path))
+            first = _docstring(path).partition("\n")[0].replace("``", "`")
+            lines.append(f"| `{path.name}` | {first} |")
+        return self.parse_text_to_nodes("\n".join(lines))
+
+
 class ExampleDirective(SphinxDirective):
     """Say what a script in ``examples/`` is for: the first paragraphs of its docstring."""
 
@@ -84,8 +101,7 @@ class ExampleDirective(SphinxDirective):
         """Parse the docstring of the script that is named."""
         path = ROOT / "examples" / self.arguments[0]
         self.env.note_dependency(str(path))
-        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        prose = [p for p in text.split("\n\n") if not p.startswith("    ")]
+        prose = [p for p in _docstring(path).split("\n\n") if not p.startswith("    ")]
         return self.parse_text_to_nodes("\n\n".join(p.replace("``", "`") for p in prose))
 
 
@@ -99,6 +115,7 @@ def _append_commands(_app, docname: str, source: list[str]) -> None:
 def setup(app) -> dict[str, bool]:
     """Add what lists columns, examples and commands."""
     app.add_directive("columns", ColumnsDirective)
+    app.add_directive("examples", ExamplesDirective)
     app.add_directive("example", ExampleDirective)
     app.connect("source-read", _append_commands)
     return {"parallel_read_safe": True}

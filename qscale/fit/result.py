@@ -85,7 +85,7 @@ class Fit:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns that must be given for a prediction: those of the law but for its offsets."""
+        """Columns that must be given for a prediction, those of the law but for its offsets."""
         offsets = [f.options["column"] for f in self.law.factors if f.kind == "offset"]
         slopes = [term.slope for term in self.effects.terms if term.slope]
         return tuple(dict.fromkeys(c for c in (*self.law.columns, *slopes) if c not in offsets))
@@ -98,7 +98,7 @@ class Fit:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know, in sentences: trade-offs, and a status other than converged."""
+        """Sentences on trade-offs, and on a status other than converged."""
         if self.search.status == "converged":
             return self.search.notes
         status = f"the fit's status is {self.search.status}: {self.search.detail}."

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from qscale.measure.curvature.loss import Progress
 
 LONGEST_STEP = 2.0
-"""First length of a step, in radii: across the ball, so that it ends on the edge."""
+"""First length of a step, in radii, across the ball, so that it ends on the edge."""
 
 
 @dataclass(frozen=True, slots=True)

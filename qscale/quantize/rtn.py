@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 PIECE = 2**19
-"""Elements rounded at a time on a CPU: few enough to stay in its cache between the steps."""
+"""Elements rounded at a time on a CPU, few enough to stay in its cache between the steps."""
 
 
 def rtn(weight: torch.Tensor, fmt: Format, whole: torch.Tensor | None = None) -> torch.Tensor:

@@ -49,7 +49,7 @@ class TraceEstimate:
 
     @property
     def degrees_of_freedom(self) -> int:
-        """Degrees of freedom of the standard errors, at most: reached if all parts are alike."""
+        """Most degrees of freedom of the standard errors, reached if all parts are alike."""
         return len(self.values) - self.microbatches
 
     @property
