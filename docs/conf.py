@@ -8,7 +8,6 @@ Build it, warnings as errors, into ``build/docs``::
 from __future__ import annotations
 
 import ast
-import sys
 from pathlib import Path
 
 from sphinx.util.docutils import SphinxDirective
@@ -18,7 +17,6 @@ from qscale.cli import app as commands
 from qscale.table import COLUMNS
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "docs"))  # the figures' script
 
 project = "qscale"
 author = "The qscale authors"
@@ -32,7 +30,6 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["README.md"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
