@@ -81,7 +81,8 @@ def describe(name: str) -> Dataset:
     """
     folder = _folder(name)
     facts = tomllib.loads((folder / "dataset.toml").read_text(encoding="utf-8"))
-    return Dataset(**facts, path=next(folder.glob("table.*")))
+    tables = [folder / f"table{suffix}" for suffix in (".csv", ".csv.gz", ".parquet")]
+    return Dataset(**facts, path=next(path for path in tables if path.is_file()))
 
 
 def load(name: str) -> pd.DataFrame:

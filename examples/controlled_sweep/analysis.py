@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import comparisons
+import numpy as np
 import pandas as pd
 from drawing import draw
 
@@ -26,6 +27,7 @@ from qscale.laws.factors import anneal, constant, power
 from qscale.laws.law import Law
 from qscale.regress import regress
 from qscale.validate import held_out, leave_one_out, paired
+from qscale.validate.scores import scorable
 from qscale.validate.splits import Split
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
     from qscale.fit import Fitted
 
+FOLDS = 6
+"""Parts that runs are left out in; both seeds of a run are in the same."""
 BITS = (3, 4, 5)
 """Bit widths at which losses are told from noise, and short of the collapse at 2 bits."""
 TRAINED = (
@@ -47,6 +51,7 @@ BESIDE = Law(
     "delta_loss",
     (constant("k"), power("quadratic_delta", "gamma", starts=(1.0,)), *TRAINED),
 )
+UNFITTED = "q, nothing fitted"
 PLANNED = ("kumar", "ouyang", "lr_power", "lr_anneal")
 """Laws of what is known before training."""
 NESTED = {
@@ -79,8 +84,8 @@ def usable(frame: pd.DataFrame, method: str = "rtn", bits: tuple[int, ...] = BIT
     return frame[keep].reset_index(drop=True)
 
 
-def models(method: str, target: str) -> dict[str, Callable[[pd.DataFrame], Fitted]]:
-    """Return the models that held-out tests compare: laws of the plan, and laws of curvature."""
+def models(target: str) -> dict[str, Callable[[pd.DataFrame], Fitted]]:
+    """Return the models that are fitted in held-out tests: laws of the plan, laws of curvature."""
     laws = {name: get(name) for name in PLANNED} | {"q": get("curvature"), BESIDE.name: BESIDE}
     found: dict[str, Callable[[pd.DataFrame], Fitted]] = {
         name: partial(fit, law=replace(law, target=target),
@@ -89,9 +94,6 @@ def models(method: str, target: str) -> dict[str, Callable[[pd.DataFrame], Fitte
     }  # fmt: skip
     formula = NESTED["+ noise and norm"]
     found["loss, noise, norm"] = partial(regress, kind="ols", formula=formula, target=target)
-    if method == "rtn":  # GPTQ's error has a direction: q without one is off by a factor
-        law = replace(get("curvature"), target=target)
-        found["q, nothing fitted"] = partial(fit, law=law, fixed={"c": 1.0, "gamma": 1.0})
     return found
 
 
@@ -99,9 +101,10 @@ def splits(frame: pd.DataFrame) -> dict[str, list[Split]]:
     """Return the held-out tests, each asking for another kind of generalisation."""
     late = frame["tokens"] > 0.4 * frame.groupby("n_params")["tokens"].transform("max")
     size = frame["n_params"] == frame["n_params"].max()
+    cells, codes = np.unique(frame["cell"], return_inverse=True)
+    folds = [Split(f"runs {i + 1}", codes % FOLDS == i) for i in range(min(FOLDS, len(cells)))]
     return {
-        "a run": leave_one_out(frame, "run"),
-        "a cell, both seeds": leave_one_out(frame, "cell"),
+        "other runs": folds,
         "a peak rate": leave_one_out(frame, "lr_peak"),
         "late tokens": [Split("late", late.to_numpy())],
         "the largest size": [Split("largest", size.to_numpy())],
@@ -113,10 +116,20 @@ def scores(frame: pd.DataFrame, method: str, target: str) -> pd.DataFrame:
     """Return each model's log errors on each held-out test, one row for each row left out."""
     found = []
     for test, parts in splits(frame).items():
-        for name, refit in models(method, target).items():
+        for name, refit in models(target).items():
             errors = pd.concat([held_out(frame, refit, part, target=target) for part in parts])
             found.append(errors.assign(test=test, model=name))
+        if method == "rtn":  # GPTQ's error has a direction: q without one is off by a factor
+            rows = np.flatnonzero(np.any([part.test for part in parts], axis=0))
+            found.append(_unfitted(frame, rows, target).assign(test=test, model=UNFITTED))
     return pd.concat(found, ignore_index=True)
+
+
+def _unfitted(frame: pd.DataFrame, rows: np.ndarray, target: str) -> pd.DataFrame:
+    """Return the log errors of q itself, which takes no training rows."""
+    test = frame.iloc[rows[scorable(frame.iloc[rows], target)]]
+    error = np.log(test["quadratic_delta"] / test[target])
+    return pd.DataFrame({"row": test.index, "cluster": test["run"], "log_error": error})
 
 
 def medians(errors: pd.DataFrame) -> pd.DataFrame:
@@ -147,7 +160,7 @@ def exponents(frame: pd.DataFrame, targets: Sequence[str]) -> pd.DataFrame:
         made = fit(one, Law(target, target, (constant("k"), *TRAINED)))
         parameters = made.parameters().loc[[f.parameters[0].name for f in TRAINED]]
         found[target] = {
-            name: f"{row['value']:+.3f} ± {row['se']:.3f}" for name, row in parameters.iterrows()
+            name: f"{row['estimate']:+.3f} ± {row['se']:.3f}" for name, row in parameters.iterrows()
         }
     return pd.DataFrame(found).T
 
@@ -199,7 +212,7 @@ def _show_exponents(rtn: pd.DataFrame) -> None:
         made = fit(rtn, law, offset=offset)
         found = made.parameters()
         tokens = found.loc["gamma_D" if name == "kumar" else "beta"]
-        rows.append({"law": name, "tokens exponent": tokens["value"], "se": tokens["se"],
+        rows.append({"law": name, "tokens exponent": tokens["estimate"], "se": tokens["se"],
                      "status": made.search.status})  # fmt: skip
         if name in ("lr_anneal", "q beside training"):
             _show(f"{name}, round-to-nearest at {BITS} bits", found)
