@@ -167,9 +167,11 @@ def fit(
         notes += trade_offs(
             law, fitted.theta, information, fitted.cov[: len(pooled), : len(pooled)]
         )
-    search = judge(law, problem, solution, notes)
+    search = judge(law, problem, solution, fitted.theta, notes)
     if not fitted.converged and search.status == "converged":
-        search = replace(search, status="failed", detail="the variance search did not converge")
+        search = replace(
+            search, status="failed", detail="the search over variances did not converge"
+        )
     made = Fit(
         law=law,
         theta=fitted.theta,

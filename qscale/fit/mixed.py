@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _INNER_TOLERANCE = 1e-14
 _NEAR = 1e-2  # decrement over the log likelihood from which few rows still pass delta
+_IMMATERIAL = 1e-4  # decrement left by the rounding of exact data: a hundredth standard error
 _POLISHED = 1e-20  # leaves parameters within 1e-10 of a standard error
 
 
@@ -73,6 +74,8 @@ class Mode:
         Per row, its score and its information, see `qscale.fit.likelihood`.
     free
         Which parameters are neither fixed nor at a bound that the score pushes against, shape (p,).
+    settled
+        Whether the search ended within a hundredth standard error of where no step gains.
     """
 
     theta: Array
@@ -81,6 +84,7 @@ class Mode:
     score: Array
     weight: Array
     free: Array
+    settled: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,7 @@ class Components:
     mode
         Where the search ended.
     converged
-        Whether the search over the scales ended at a stationary point.
+        Whether the searches over the scales and at them ended at a stationary point.
     """
 
     theta: Array
@@ -133,14 +137,20 @@ def estimate(model: Model, theta: Array, sigma: float) -> Components:
         Start: parameters, shape (p,), and residual scale, of a pooled fit.
     """
     terms = len(model.sizes)
-    warm = {"theta": theta, "scaled": np.zeros(sum(model.sizes))}
+    warm: dict[str, Any] = {
+        "theta": theta,
+        "scaled": np.zeros(sum(model.sizes)),
+        "criterion": np.inf,
+    }
 
     # The criterion's curvature is of the order of one in these units, whatever the number of rows.
     unit = 2.0 * np.sqrt([1 + len(model.rows.observed), *model.sizes])
 
     def criterion(point: Array) -> float:
         mode = find_mode(model, _scales(point / unit), warm["theta"], warm["scaled"])
-        warm["theta"], warm["scaled"] = mode.theta, mode.scaled
+        # From the best place so far, since a wild trial may end where no step leads back from.
+        if mode.settled and mode.criterion < warm["criterion"]:
+            warm.update(theta=mode.theta, scaled=mode.scaled, criterion=mode.criterion)
         return mode.criterion
 
     low, high = np.log(sigma) - 12.0, np.log(sigma) + 6.0
@@ -174,11 +184,11 @@ def estimate(model: Model, theta: Array, sigma: float) -> Components:
         scales_cov=scales_cov,
         cov_slopes=slopes,
         mode=mode,
-        converged=bool(best.success),
+        converged=bool(best.success) and mode.settled,
     )
 
 
-def _closed_form(model: Model, theta: Array, sigma: float, warm: dict[str, Array]) -> Any:
+def _closed_form(model: Model, theta: Array, sigma: float, warm: dict[str, Any]) -> Any:
     """Least squares, whose restricted likelihood has its maximum at the unbiased variance."""
     mode = find_mode(model, np.array([sigma]), theta, np.zeros(0), _POLISHED)
     warm["theta"] = mode.theta
@@ -216,7 +226,7 @@ def find_mode(
     """
     design = Scaled(model.effects, model.sizes, scales[1:])
     state = _evaluate(model, scales, design, theta, scaled)
-    newton = True
+    newton, settled = True, False
     for _ in range(100):
         log_p, score, weight = state
         x = model.gradient(theta)
@@ -228,6 +238,7 @@ def find_mode(
         right = np.concatenate([pull[free], design.z.T @ score - scaled])
         step = normal.solve(right)
         decrement = float(right @ step)
+        settled = decrement <= _IMMATERIAL
         if decrement <= tolerance * (1.0 + abs(log_p)):
             break
         for damping in 0.5 ** np.arange(3 if newton else 12):
@@ -250,7 +261,9 @@ def find_mode(
     x = model.gradient(theta)
     free = _free(model, theta, x.T @ score)
     normal = Normal(x if free.all() else x[:, free], design, weight)
-    return Mode(theta, scaled, -2.0 * log_p + normal.log_determinant(), score, weight, free)
+    return Mode(
+        theta, scaled, -2.0 * log_p + normal.log_determinant(), score, weight, free, settled
+    )
 
 
 def _evaluate(

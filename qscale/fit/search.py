@@ -82,15 +82,16 @@ def robust_scale(law: Law, problem: Problem, theta: Array) -> float:
     return max(float(np.median(np.abs(residuals))) / 0.6745, exact, 1e-300)
 
 
-def judge(law: Law, problem: Problem, solution: Solution, notes: tuple[str, ...]) -> Search:
-    """Judge where the starts ended."""
+def judge(
+    law: Law, problem: Problem, solution: Solution, theta: Array, notes: tuple[str, ...]
+) -> Search:
+    """Judge where the starts ended, and the parameters ``theta`` that the fit went on to."""
     best = int(np.argmin(solution.objective))
     objective = float(solution.objective[best])
     agreeing = int((solution.objective <= objective * (1 + 1e-6) + 1e-15).sum())
     free = problem.low < problem.high
     condition, weakest = _conditioning(solution.information(best)[np.ix_(free, free)])
     names = np.array(law.names)
-    theta = solution.theta[best]
     at_bound = names[free & ((theta <= problem.low) | (theta >= problem.high))]
     if not solution.converged[best]:
         status, detail = "failed", f"the best of {len(solution.theta)} starts did not converge"

@@ -1,10 +1,13 @@
 """What clusters contribute to the estimating equations, and labels of many groups."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
 from scipy import sparse
 
+from qscale.fit import mixed
 from qscale.fit.grouping import parse, with_levels
 from qscale.fit.intervals import pieces
 from qscale.fit.likelihood import Rows
@@ -50,3 +53,57 @@ def test_long_identifiers_stay_apart_and_numbers_have_one_label() -> None:
     assert parse("bits").labels(frame).tolist() == ["2", "2.5", "unnamed 1"]
     term = with_levels(parse("bits"), frame.assign(bits=[2, 3, 3]))
     np.testing.assert_array_equal(term.design(frame).toarray(), [[1, 0], [0, 0], [0, 0]])
+
+
+def test_a_wild_trial_of_the_scales_does_not_move_where_the_search_ends(monkeypatch) -> None:
+    # Under a variance of a million, the effects explain any parameters of their clusters equally
+    # well; Huber rows then hold parameters that have wandered off to a bound.
+    rng = np.random.default_rng(0)
+    between = np.repeat(rng.normal(size=(12, 2)), 5, axis=0)
+    x = np.column_stack([np.ones(60), between, rng.normal(size=60)])
+    y = x @ [1.0, 2.0, -1.0, 0.5] + 0.1 * rng.normal(size=12)[CLUSTERS] + rng.normal(0, 0.3, 60)
+    model = Model(
+        value=lambda theta: x @ theta,
+        gradient=lambda _: x,
+        low=np.full(4, -30.0),
+        high=np.full(4, 30.0),
+        effects=sparse.csr_array(np.eye(12)[CLUSTERS]),
+        sizes=(12,),
+        rows=Rows(y, np.zeros(60, dtype=int), np.zeros(60), "huber"),
+    )
+    start = np.array([1.0, 2.0, -1.0, 0.5])
+    calm = estimate(model, start, 0.3)
+    real = mixed.minimize
+
+    def wild(criterion, point, **options):
+        for ratio in (1e3, 1e-3):
+            criterion(np.array([point[0] + 30.0, ratio * point[1]]))
+        mixed.find_mode = lost
+        criterion(point)
+        mixed.find_mode = found
+        return real(criterion, point, **options)
+
+    found = mixed.find_mode
+
+    def lost(*args, **kwargs):
+        mode = found(*args, **kwargs)
+        far = np.array([-30.0, 30.0, -30.0, 0.5])
+        return replace(mode, theta=far, criterion=1e6)
+
+    monkeypatch.setattr(mixed, "minimize", wild)
+    monkeypatch.setattr(mixed, "find_mode", found)
+    again = estimate(model, start, 0.3)
+    assert again.converged
+    np.testing.assert_allclose(again.theta, calm.theta, rtol=1e-5)
+    assert again.sigma == pytest.approx(calm.sigma, rel=1e-4)
+
+
+def test_a_search_that_never_settles_is_no_convergence(monkeypatch) -> None:
+    x = np.column_stack([np.ones(60), np.arange(60.0)])
+    rows = Rows(x @ [1.0, 2.0] + np.sin(np.arange(60)), np.zeros(60, int), np.zeros(60), "gaussian")
+    bounds = np.full(2, -99.0), np.full(2, 99.0)
+    effects = sparse.csr_array(np.eye(12)[CLUSTERS])
+    model = Model(lambda theta: x @ theta, lambda _: x, *bounds, effects, (12,), rows)
+    found = mixed.find_mode
+    monkeypatch.setattr(mixed, "find_mode", lambda *a, **k: replace(found(*a, **k), settled=False))
+    assert not estimate(model, np.array([1.0, 2.0]), 1.0).converged
