@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
+from rich.console import Console
 
 from qscale.cli.console import Seed, console, number, pairs, random_terms, refuse_existing, table
 from qscale.errors import QscaleError
@@ -35,8 +36,23 @@ def fit(
     seed: Seed = 0,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     force: bool = False,
+    track: str | None = None,
 ) -> None:
-    """Fit a law to a measurement table: estimates, intervals, status, and which rows were used.
+    r"""Fit a law to a measurement table: estimates, intervals, status, and which rows were used.
+
+    ```sh
+    # Published GPTQ results, with a multiplier for each source and protocol
+    qscale fit published_ptq --law kumar --where "method == 'gptq'" \
+        --offset source --offset protocol -o kumar.json
+    # The relative increase, which learning rates explain
+    qscale fit ptq_vs_learning_rate --law lr_anneal --target relative_delta \
+        --where "averaging != 'lawa'" -o rates.json
+    # A table that calls tokens D, and a law of your own
+    qscale fit mine.csv --law mine.toml --map tokens=D -o mine.json
+    ```
+
+    Next: qscale report kumar.json -o kumar.html draws the fit and judges it; qscale predict and
+    qscale plan read it; qscale compare and qscale select ask whether another law is better.
 
     Parameters
     ----------
@@ -82,14 +98,19 @@ def fit(
         Write the fit to this JSON file.
     force
         Replace the output if it exists.
+    track
+        Log options, estimates and scores in an experiment tracker too: mlflow, mlflow:URI such as
+        mlflow:sqlite:///mlflow.db, or a file ending in .jsonl. MLflow needs the tracking extra.
     """
     from qscale import datasets  # noqa: PLC0415
     from qscale import table as tables  # noqa: PLC0415
     from qscale.fit import fit as fit_law  # noqa: PLC0415
     from qscale.laws.user import resolve  # noqa: PLC0415
+    from qscale.trackers import of_fit, open_tracker  # noqa: PLC0415
 
     chosen = resolve(law, target)
     refuse_existing(output, force)
+    tracker = open_tracker(track, _note) if track else None
     if boots < 0:
         raise QscaleError(f"--boots must be zero or more. Got {boots} instead.")
     mapping = pairs(map_ or [], "--map")
@@ -115,6 +136,13 @@ def fit(
     if output is not None:
         result.save(output)
         console.print(f"Written to {output}.")
+    if tracker is not None:
+        tracker.log(of_fit(result))
+
+
+def _note(sentence: str) -> None:
+    """Print a warning apart from the results."""
+    Console(stderr=True).print(f"Note: {sentence}", markup=False)
 
 
 def _values(items: list[str]) -> dict[str, float]:

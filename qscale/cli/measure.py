@@ -48,6 +48,7 @@ def measure(
     seed: Seed = 0,
     device: str = "cpu",
     force: bool = False,
+    track: str | None = None,
     family: str | None = None,
     run: str | None = None,
     tokens: float | None = None,
@@ -58,11 +59,29 @@ def measure(
     weight_decay: float | None = None,
     source: str | None = None,
 ) -> None:
-    """Measure a checkpoint's loss under quantization, its curvature and its weights.
+    r"""Measure a checkpoint's loss under quantization, its curvature and its weights.
 
     Every spec, or every combination of method, bits and group size, is one row, added to the output
     as soon as it is measured; rows that are there already are not measured again. Training facts
     come from the folder's qscale.toml, flags taking precedence. Needs the measure extra.
+
+    ```sh
+    # Plain rounding: 3 to 6 bits in three group sizes, and the zero-fit prediction
+    qscale measure examples/checkpoints/tiny-wsd-stable \
+        --text examples/texts/austen-wilde-darwin.txt \
+        --bits 3,4,5,6 --group-size 32,64,128 -o tiny.csv
+    # Two named settings, one of them calibrated, with curvature along the error
+    qscale measure examples/checkpoints/tiny-wsd-stable \
+        --text examples/texts/austen-wilde-darwin.txt \
+        --spec "gptq int4 g128 asym" --spec "rtn nvfp4" --calibration train.txt \
+        --features second_order -o tiny.csv
+    # A model of the hub at a revision, losses alone
+    qscale measure EleutherAI/pythia-70m@step3000 --text held_out.txt \
+        --features "" --bits 4 -o pythia.csv
+    ```
+
+    Next: qscale plot tiny.csv -o figures; qscale fit tiny.csv --law curvature; qscale sweep for
+    many checkpoints; qscale sensitivity for which matrices cost most.
 
     Parameters
     ----------
@@ -83,8 +102,10 @@ def measure(
         the options that follow.
     method
         Among rtn, gptq and awq, separated by commas.
-    calibration, calibration_samples
-        UTF-8 text file that gptq and awq calibrate on, and the number of windows to take from it.
+    calibration
+        UTF-8 text file that gptq and awq calibrate on.
+    calibration_samples
+        Windows of context tokens to take from the calibration text.
     bits
         Bit widths from 2 to 8, separated by commas.
     group_size
@@ -119,16 +140,27 @@ def measure(
         Where the model runs, such as cpu or cuda.
     force
         Measure again what the output already holds.
-    family, run, source
-        Model family, training run, and where the checkpoint comes from.
+    track
+        Log each row in an experiment tracker too: mlflow, mlflow:URI such as
+        mlflow:sqlite:///mlflow.db, or a file ending in .jsonl. MLflow needs the tracking extra.
+    family
+        Model family, such as llama.
+    run
+        Name of the training run; rows of one run share its noise.
     tokens
         Training tokens, such as 2e12.
-    lr_peak, lr
-        Peak learning rate, and learning rate at the checkpoint.
-    lr_schedule, decay_fraction
-        Schedule, and share of its decay already done.
+    lr_peak
+        Peak learning rate, such as 3e-4.
+    lr
+        Learning rate at the checkpoint (0 at the end of a decay to zero).
+    lr_schedule
+        Learning-rate schedule: constant, cosine, wsd or linear.
+    decay_fraction
+        Share of the learning-rate decay already done, from 0 to 1.
     weight_decay
-        Decoupled weight decay.
+        Decoupled weight decay, such as 0.1.
+    source
+        Where the checkpoint comes from, such as a paper or a hub id.
     """
     crossed = (bits, group_size, asymmetric, scale_rule, method)
     if spec and crossed != (BITS, GROUP_SIZES, False, "restricted", RTN):
@@ -146,8 +178,10 @@ def measure(
 
     from qscale.measure import run as running  # noqa: PLC0415 - torch loads here
     from qscale.measure.zerofit import agreement  # noqa: PLC0415
+    from qscale.trackers import of_row, open_tracker  # noqa: PLC0415
 
     with progress() as (report, say):
+        tracker = open_tracker(track, say) if track else None
         rows = running.measure(
             checkpoint,
             text,
@@ -182,6 +216,7 @@ def measure(
             force=force,
             on_progress=report,
             on_note=say,
+            on_row=(lambda row: tracker.log(of_row(row))) if tracker else None,
         )
     _print_rows(checkpoint, rows)
     for name, part in rows.groupby("method", sort=False):

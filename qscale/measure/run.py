@@ -58,6 +58,7 @@ def measure(
     force: bool = False,
     on_progress: Progress | None = None,
     on_note: Callable[[str], None] | None = None,
+    on_row: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> pd.DataFrame:
     """Measure what the table does not hold yet, and return the rows that were asked for.
 
@@ -97,6 +98,9 @@ def measure(
         Called with the name of the stage, the work done and, where known, the work in all.
     on_note
         Called with sentences that a user should read.
+    on_row
+        Called with each row that was asked for as soon as the table holds all of it, those that it
+        held before first.
 
     Returns
     -------
@@ -112,6 +116,7 @@ def measure(
     out = Path(out)
     report = on_progress or (lambda *_: None)
     note = on_note or (lambda _: None)
+    tell = on_row or (lambda _: None)
     probing = Probing(num_probes, hessian_rtol, max_hessian_probes, seed)
     asked = measuring.parse(features)
     if batch_windows < 1:
@@ -147,6 +152,9 @@ def measure(
         for key, setting in wanted.items()
         if force or key not in done or not set(asked) <= set(measured(done[key]))
     }
+    for key in wanted:
+        if key not in todo:
+            tell(done[key])
     if todo:
         job = Job(subject, out, asked, seed, report, note, force, calibration_text)
         own = job.of_checkpoint(probing)
@@ -160,6 +168,7 @@ def measure(
         old = {} if force else done.get(key, {})
         stage = f"setting {number} of {len(todo)}"
         done[key] = job.of_setting(shared | old, setting, own, full, stage, batch_windows)
+        tell(done[key])
     return table.check(table.from_rows([done[key] for key in wanted]), str(out))
 
 
