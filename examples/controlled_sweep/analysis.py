@@ -54,6 +54,10 @@ BESIDE = Law(
 UNFITTED = "q, nothing fitted"
 PLANNED = ("kumar", "ouyang", "lr_power", "lr_anneal")
 """Laws of what is known before training."""
+COMPOSED = ("ggn_trace", "noise_per_weight", "quadratic_delta", "delta_loss", "kl")
+"""Curvature, noise, their product, and what that product predicts."""
+DIRECTED = ("quadratic_delta", "gauss_newton_delta", "kronecker_delta", "hessian_delta")
+"""Trace times noise, and products of curvature with the quantizer's own error."""
 NESTED = {
     "loss": "log(loss_fp)",
     "+ noise and norm": "log(loss_fp) + sqnr_db + log(weight_norm)",
@@ -103,13 +107,16 @@ def splits(frame: pd.DataFrame) -> dict[str, list[Split]]:
     size = frame["n_params"] == frame["n_params"].max()
     cells, codes = np.unique(frame["cell"], return_inverse=True)
     folds = [Split(f"runs {i + 1}", codes % FOLDS == i) for i in range(min(FOLDS, len(cells)))]
-    return {
+    found = {
         "other runs": folds,
         "a peak rate": leave_one_out(frame, "lr_peak"),
         "late tokens": [Split("late", late.to_numpy())],
         "the largest size": [Split("largest", size.to_numpy())],
         "3 bits": [Split("3 bits", (frame["bits"] == 3).to_numpy())],
     }
+    if frame.loc[~size, "n_params"].nunique() < 2:  # an exponent of size takes two sizes
+        del found["the largest size"]
+    return found
 
 
 def scores(frame: pd.DataFrame, method: str, target: str) -> pd.DataFrame:
@@ -165,6 +172,52 @@ def exponents(frame: pd.DataFrame, targets: Sequence[str]) -> pd.DataFrame:
     return pd.DataFrame(found).T
 
 
+def planned(frame: pd.DataFrame) -> pd.DataFrame:
+    """Predict what Delta is made of from training alone: median |log error| of held-out rows.
+
+    Round-to-nearest at 4 bits in groups of 32: quantities (rows) by held-out test (columns).
+    """
+    one = frame[(frame["bits"] == 4) & (frame["group"] == "g32")].reset_index(drop=True)
+    one = one.assign(noise_per_weight=one["quantization_noise"] / one["n_params"])
+    found: dict[str, dict[str, float]] = {}
+    for test, parts in splits(one).items():
+        if test == "3 bits":
+            continue
+        for target in COMPOSED:
+            refit = partial(fit, law=Law(target, target, (constant("k"), *TRAINED)))
+            errors = pd.concat([held_out(one, refit, part, target=target) for part in parts])
+            found.setdefault(target, {})[test] = errors["log_error"].abs().median()
+    return pd.DataFrame(found).T
+
+
+def directions(frame: pd.DataFrame) -> pd.DataFrame:
+    """Compare predictions of KL from curvature alone, by method and whether they know a direction.
+
+    Rows at 3 and 4 bits in groups of 32 that have all of them. Nothing is fitted in ``mean log
+    ratio`` and ``median |log error|``; ``one exponent`` is the latter once an amplitude and an
+    exponent are fitted to the other runs.
+    """
+    found = {}
+    for method in ("rtn", "gptq"):
+        rows = usable(frame, method, bits=(3, 4)).query("group == 'g32'")
+        rows = rows.dropna(subset=list(DIRECTED)).reset_index(drop=True)
+        for name in DIRECTED:
+            one = rows[rows[name] > 0].reset_index(drop=True)
+            error = np.log(one[name] / one["kl"])
+            law = Law(name, "kl", (constant("k"), power(name, "gamma", starts=(1.0,))))
+            parts = splits(one)["other runs"]
+            errors = pd.concat(
+                [held_out(one, partial(fit, law=law), p, target="kl") for p in parts]
+            )
+            found[method, name] = {
+                "rows": len(one),
+                "mean log ratio": error.mean(),
+                "median |log error|": error.abs().median(),
+                "one exponent": errors["log_error"].abs().median(),
+            }
+    return pd.DataFrame(found).T
+
+
 def cells(frame: pd.DataFrame) -> pd.DataFrame:
     """Count checkpoints and rows by size, schedule, peak rate, weight decay, averaging and seed."""
     by = ["n_params", "lr_schedule", "averaging", "weight_decay", "lr_peak", "seed"]
@@ -189,11 +242,13 @@ def main() -> None:
     print(f"{frame['checkpoint'].nunique()} checkpoints of {frame['run'].nunique()} runs, "
           f"{len(frame)} rows")  # fmt: skip
     if args.cells:
-        _show("Rows by cell", cells(frame))
+        _show("Rows by cell", cells(frame), digits=6)
         return
     rtn = usable(frame)
     _show_exponents(rtn)
     _show_nested(rtn)
+    _show("Predictions of KL without a fit, with and without the error's direction",
+          directions(frame))  # fmt: skip
     shown = {method: _show_tests(usable(frame, method), method) for method in ("rtn", "gptq")}
     _show_pairs(frame)
     floor, _ = comparisons.noise_floor(rtn, "delta_loss")
@@ -217,8 +272,8 @@ def _show_exponents(rtn: pd.DataFrame) -> None:
         if name in ("lr_anneal", "q beside training"):
             _show(f"{name}, round-to-nearest at {BITS} bits", found)
     _show("Exponent of tokens by law", pd.DataFrame(rows))
-    targets = ("ggn_trace", "noise_per_weight", "quadratic_delta", "delta_loss", "kl")
-    _show("RTN 4 bits g32: exponents of tokens, 1/size, 1/rate, decay", exponents(rtn, targets))
+    _show("RTN 4 bits g32: exponents of tokens, 1/size, 1/rate, decay", exponents(rtn, COMPOSED))
+    _show("The same laws: median |log error| of held-out rows", planned(rtn))
 
 
 def _show_nested(rtn: pd.DataFrame) -> None:
