@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from qscale.fit.grouping import Term
     from qscale.fit.likelihood import Family
     from qscale.fit.record import Interval
-    from qscale.fit.solver import Problem
+    from qscale.fit.solver import Problem, Solution
     from qscale.laws import Law
 
     Array = np.ndarray
@@ -142,32 +142,14 @@ def fit(
         "n_boot": n_boot,
         "seed": seed,
     }
-    fixed = dict(fixed or {})
-    check_options(options)
-    check_ceiling(ceiling, law)
-    selection, law = _prepare(frame, law, offset, cluster, name, options)
-    check_fixed(law, fixed)
-    check_levels(law, selection.frame, set(fixed), name)
-    check_measured(law, selection, set(fixed), name)
-    check_random(selection.frame, random, law.target, name)
-    problem, solution = from_starts(law, selection, fixed, huber_delta, likelihood)
-    terms, notes = _terms((cluster,) if random is None else random, selection.frame)
-    model = _model(selection, problem, terms, likelihood, huber_delta)
-    pooled = solution.theta[np.argmin(solution.objective)]
-    scale = robust_scale(law, problem, pooled)
-    check_delta(huber_delta, scale)
-    fitted = mixed.estimate(model, pooled, scale)
-    if not terms and likelihood == "huber" and huber_delta and not selection.censored.any():
-        # The scale does not move the minimum of a Huber loss with a given delta.
-        fitted = replace(fitted, theta=pooled)
-    chosen: Interval = interval or ("model" if terms else _pooled_interval(selection))
-    notes += copies(selection.frame, law, cluster)
+    found = estimated(frame, law, options, cluster, name)
+    law, selection, fitted, p = found.law, found.selection, found.fitted, len(found.fitted.theta)
+    chosen: Interval = interval or ("model" if found.terms else _pooled_interval(selection))
+    notes = (*found.notes, *copies(selection.frame, law, cluster))
     if not law.linear:
-        information = solution.information(int(np.argmin(solution.objective)))
-        notes += trade_offs(
-            law, fitted.theta, information, fitted.cov[: len(pooled), : len(pooled)]
-        )
-    search = judge(law, problem, solution, fitted.theta, notes)
+        information = found.solution.information(int(np.argmin(found.solution.objective)))
+        notes += trade_offs(law, fitted.theta, information, fitted.cov[:p, :p])
+    search = judge(law, found.problem, found.solution, fitted.theta, notes)
     if not fitted.converged and search.status == "converged":
         search = replace(
             search, status="failed", detail="the search over variances did not converge"
@@ -176,17 +158,58 @@ def fit(
         law=law,
         theta=fitted.theta,
         interval=chosen,
-        cov=fitted.cov[: len(pooled), : len(pooled)],
-        dof=np.full(len(pooled), np.inf),
-        effects=_effects(fitted, terms, model),
+        cov=fitted.cov[:p, :p],
+        dof=np.full(p, np.inf),
+        effects=_effects(fitted, found.terms, found.model),
         draws=fitted.theta[None][:0],
         profiles=None,
         calibration=None,
         search=search,
         data=_data(selection, law, name, cluster, options),
         versions={package: version(package) for package in ("qscale", "numpy", "pandas")},
+        frame=selection.frame,
     )
-    return _with_uncertainty(made, model, fitted, problem, selection)
+    return _with_uncertainty(made, found.model, fitted, found.problem, selection)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Estimated:
+    """A law's estimates before their uncertainty, with all that led to them."""
+
+    selection: Selection
+    law: Law
+    problem: Problem
+    solution: Solution
+    terms: tuple[Term, ...]
+    notes: tuple[str, ...]
+    model: mixed.Model
+    fitted: mixed.Components
+
+
+def estimated(
+    frame: pd.DataFrame, law: Law, options: Mapping[str, Any], cluster: str, name: str
+) -> Estimated:
+    """Select rows, search from every start and estimate all together; arguments as of `fit`."""
+    fixed, random, huber_delta = options["fixed"], options["random"], options["huber_delta"]
+    check_options(options)
+    check_ceiling(options["ceiling"], law)
+    selection, law = _prepare(frame, law, options["offset"], cluster, name, options)
+    check_fixed(law, fixed)
+    check_levels(law, selection.frame, set(fixed), name)
+    check_measured(law, selection, set(fixed), name)
+    check_random(selection.frame, random, law.target, name)
+    problem, solution = from_starts(law, selection, fixed, huber_delta, options["likelihood"])
+    terms, notes = _terms((cluster,) if random is None else random, selection.frame)
+    model = _model(selection, problem, terms, options["likelihood"], huber_delta)
+    pooled = solution.theta[np.argmin(solution.objective)]
+    scale = robust_scale(law, problem, pooled)
+    check_delta(huber_delta, scale)
+    fitted = mixed.estimate(model, pooled, scale)
+    absolute = options["likelihood"] == "huber" and huber_delta
+    if absolute and not terms and not selection.censored.any():
+        # The scale does not move the minimum of a Huber loss with a given delta.
+        fitted = replace(fitted, theta=pooled)
+    return Estimated(selection, law, problem, solution, terms, notes, model, fitted)
 
 
 def _terms(texts: Sequence[str], frame: pd.DataFrame) -> tuple[tuple[Term, ...], tuple[str, ...]]:

@@ -14,6 +14,8 @@ from qscale.fit.mixed import Components, Model, find_mode
 from qscale.fit.solver import solve
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from qscale.fit.solver import Problem
 
     Array = np.ndarray
@@ -170,24 +172,16 @@ def profile(
     The interval ends where the penalised deviance has risen by the square of the t quantile. It is
     one-sided, ending at the bound, where a bound comes first or the estimate lies on it.
     """
-    scales = np.concatenate([[fitted.sigma], np.sqrt(fitted.variances)])
-    rise = float(student.ppf(0.5 + level / 2, dof)) ** 2
+    rise, threshold = deviance_rise(model, fitted, index), allowed_rise(level, dof)
     at = float(fitted.theta[index])
-    state = {"theta": fitted.mode.theta, "scaled": fitted.mode.scaled}
-    best = _deviance(model, scales, fitted.mode.theta, fitted.mode.scaled)
 
     def excess(value: float) -> float:
-        low, high = model.low.copy(), model.high.copy()
-        low[index] = high[index] = value
-        start = np.clip(state["theta"], low, high)
-        held = replace(model, low=low, high=high)
-        mode = find_mode(held, scales, start, state["scaled"])
-        return _deviance(model, scales, mode.theta, mode.scaled) - best - rise
+        return rise(value) - threshold
 
     width = float(np.sqrt(max(fitted.cov[index, index], 1e-12)))
     ends = []
     for side, bound in ((-1.0, model.low[index]), (1.0, model.high[index])):
-        inner, reach = at, width * rise**0.5
+        inner, reach = at, width * threshold**0.5
         for _ in range(30):
             outer = side * min(side * (at + side * reach), side * bound)
             if excess(outer) > 0:
@@ -200,6 +194,31 @@ def profile(
         else:
             ends.append(float(bound))
     return ends[0], ends[1]
+
+
+def allowed_rise(level: float, dof: float) -> float:
+    """Rise of the deviance at the ends of a profile interval of a level: the t quantile squared."""
+    return float(student.ppf(0.5 + level / 2, dof)) ** 2
+
+
+def deviance_rise(model: Model, fitted: Components, index: int) -> Callable[[float], float]:
+    """Return the profile deviance of one internal parameter, less its minimum, as a function.
+
+    All other parameters and the effects take their best values at each point; the variances are
+    held at their estimates.
+    """
+    scales = np.concatenate([[fitted.sigma], np.sqrt(fitted.variances)])
+    theta, scaled = fitted.mode.theta, fitted.mode.scaled
+    best = _deviance(model, scales, theta, scaled)
+
+    def rise(value: float) -> float:
+        low, high = model.low.copy(), model.high.copy()
+        low[index] = high[index] = value
+        held = replace(model, low=low, high=high)
+        mode = find_mode(held, scales, np.clip(theta, low, high), scaled)
+        return _deviance(model, scales, mode.theta, mode.scaled) - best
+
+    return rise
 
 
 def _deviance(model: Model, scales: Array, theta: Array, scaled: Array) -> float:

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import t as student
 
+from qscale.accessor import Accessor
 from qscale.atomic import write_text
 from qscale.errors import FitError, TableError
 from qscale.fit.effects import Effects, Predictive, condition, mean_variance, predictive, shortened
@@ -58,6 +59,8 @@ class Fit:
         How the minimum was found and on what.
     versions
         Versions of the packages that computed it.
+    frame
+        The usable rows it was fitted to, for figures; None in a fit that was read from a file.
     """
 
     law: Law
@@ -72,6 +75,9 @@ class Fit:
     search: Search
     data: Data
     versions: dict[str, str] = field(default_factory=dict)
+    frame: pd.DataFrame | None = field(default=None, repr=False, compare=False)
+
+    plot = Accessor("qscale.report.plots", "FitPlots")
 
     @property
     def name(self) -> str:

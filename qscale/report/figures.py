@@ -119,9 +119,9 @@ def predicted_observed(fit: Fit, rows: pd.DataFrame, *, ax: Axes | None = None) 
         ax.fill_between(line, line * edges[0], line * edges[1], **band)
     ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     for axis in (ax.xaxis, ax.yaxis):
-        _log_ticks(axis, np.array([low, high]), "{:g}".format)
+        log_ticks(axis, np.array([low, high]), "{:g}".format)
     ax.set(xlabel=f"predicted {label(fit.law.target)}", ylabel=f"observed {label(fit.law.target)}")
-    _legend_above(ax)
+    legend_above(ax)
     return ax
 
 
@@ -182,14 +182,14 @@ def _number_panel(ax: Axes, column: str, values: np.ndarray, ratio: np.ndarray) 
     centres, medians = binned_median(values, ratio)
     ax.plot(centres, medians, color=COLOURS[4], lw=1.8, marker="o", ms=3.5)
     ax.set_yscale("log")
-    _log_ticks(ax.yaxis, ratio, "×{:g}".format)
+    log_ticks(ax.yaxis, ratio, "×{:g}".format)
     unique = np.unique(values)
     if column == "bits" and len(unique) <= 8:
         ax.xaxis.set_major_locator(FixedLocator(unique.tolist()))
     elif unique[0] > 0 and unique[-1] > 3 * unique[0]:
         ax.set_xscale("log")
         text = count if unique[-1] >= 1e3 else "{:g}".format
-        _log_ticks(ax.xaxis, values, text, most=5)
+        log_ticks(ax.xaxis, values, text, most=5)
     elif unique[-1] >= 1e3:
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: count(value)))
     ax.set_ylabel("observed / predicted")
@@ -204,7 +204,7 @@ def _text_panel(ax: Axes, values: np.ndarray, levels: Sequence[str], ratio: np.n
         middle = float(np.median(here))
         ax.plot([middle, middle], [i - 0.3, i + 0.3], color=COLOURS[4], lw=2.2)
     ax.set_xscale("log")
-    _log_ticks(ax.xaxis, ratio, "×{:g}".format, most=4)
+    log_ticks(ax.xaxis, ratio, "×{:g}".format, most=4)
     ax.set_yticks(range(len(levels)), [_short(level) for level in levels])
     for text in ax.get_yticklabels():
         text.set_parse_math(False)
@@ -268,7 +268,7 @@ def run_exponents(table: pd.DataFrame, estimate: float, *, ax: Axes | None = Non
         text.set_parse_math(False)
     ax.set_ylim(len(table) - 0.4, -0.6)
     ax.set_xlabel("exponent of tokens within the run")
-    _legend_above(ax)
+    legend_above(ax)
     return ax
 
 
@@ -292,7 +292,7 @@ def held_out_error(scores: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax.set_xscale("log")
     ax.axvline(1, color=INK, lw=0.9)
     seen = np.exp(scores["median_abs_log_error"].dropna().to_numpy())
-    _log_ticks(ax.xaxis, np.append(seen, [1.0, 1.5]), "×{:g}".format)
+    log_ticks(ax.xaxis, np.append(seen, [1.0, 1.5]), "×{:g}".format)
     ax.set_xlabel("typical error, as a factor")
     return ax
 
@@ -339,7 +339,7 @@ def _score_panel(scores: pd.DataFrame, values: pd.Series, ax: Axes | None) -> Ax
     for text in ax.get_yticklabels():
         text.set_parse_math(False)
     if len(fits) > 1:
-        _legend_above(ax)
+        legend_above(ax)
     return ax
 
 
@@ -348,7 +348,7 @@ def _short(text: str, most: int = 24) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def _legend_above(ax: Axes) -> None:
+def legend_above(ax: Axes) -> None:
     """Put the legend over the axes, where it covers no point."""
     longest = max(len(str(text)) for text in ax.get_legend_handles_labels()[1])
     legend = ax.legend(
@@ -363,7 +363,7 @@ def _legend_above(ax: Axes) -> None:
         text.set_parse_math(False)
 
 
-def _log_ticks(
+def log_ticks(
     axis: Axis, values: np.ndarray, text: Callable[[float], str], *, most: int = 7
 ) -> None:
     """Put plain numbers on a logarithmic axis: the finest steps that give few enough of them."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from qscale.errors import FitError
+from qscale.fit.profile import profile_likelihood
 from qscale.fit.rows import select
-from qscale.report import figures
+from qscale.report import curves, figures
 from qscale.report.evidence import fit_options
 
 if TYPE_CHECKING:
@@ -66,3 +68,59 @@ def used(fit: Fit, table: pd.DataFrame) -> pd.DataFrame:
         ceiling=options["ceiling"],
     )
     return found.frame[found.censored == 0]
+
+
+class FitPlots:
+    """Figures of a fit as ``fit.plot.fitted()`` and the like; each returns matplotlib axes.
+
+    A fit that was just made holds its rows; one that was read from a file needs its table.
+
+    Parameters
+    ----------
+    fit
+        A fitted law.
+    """
+
+    def __init__(self, fit: Fit) -> None:
+        self._fit = fit
+
+    def fitted(self, table: pd.DataFrame | None = None, *, ax: Axes | None = None) -> Axes:
+        """Draw observed against predicted target; see `predicted`."""
+        return predicted(self._fit, self._rows(table), ax=ax)
+
+    def residuals(
+        self, column: str = "bits", table: pd.DataFrame | None = None, *, ax: Axes | None = None
+    ) -> Axes:
+        """Draw residuals against a column; see `qscale.report.plots.residuals`."""
+        return residuals(self._fit, self._rows(table), column, ax=ax)
+
+    def profile(
+        self,
+        parameter: str,
+        table: pd.DataFrame | None = None,
+        *,
+        level: float = 0.9,
+        ax: Axes | None = None,
+    ) -> Axes:
+        """Draw a parameter's profile likelihood; see `qscale.fit.profile.profile_likelihood`."""
+        found = profile_likelihood(self._fit, self._rows(table), parameter, level=level)
+        return curves.profile(found, ax=ax)
+
+    def curves(
+        self, column: str, /, *, level: float = 0.9, ax: Axes | None = None, **at: Any
+    ) -> Axes:
+        """Draw predictions along a column, others at given values; see `qscale.report.curves`.
+
+        ``fit.plot.curves("tokens", bits=[3, 4], n_params=7e9)`` draws two curves.
+        """
+        return curves.curves(self._fit, column, at, level=level, ax=ax)
+
+    def _rows(self, table: pd.DataFrame | None) -> pd.DataFrame:
+        """Return the table, or the rows that the fit holds."""
+        rows = self._fit.frame if table is None else table
+        if rows is None:
+            raise FitError(
+                f"{self._fit.name} was read from a file, which does not hold its rows: give its "
+                "table, as in fit.plot.fitted(table)."
+            )
+        return rows
