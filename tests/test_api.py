@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import subprocess
+import sys
 import warnings
 from html.parser import HTMLParser
 
@@ -16,8 +18,9 @@ from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils.estimator_checks import check_estimator
 
 from qscale import datasets
+from qscale.errors import FitError
 from qscale.estimator import LawRegressor
-from qscale.fit import fit
+from qscale.fit import fit, load
 from qscale.fit.storage import from_json
 from qscale.laws import get
 from qscale.predict import predict
@@ -206,3 +209,120 @@ def test_a_target_that_is_not_above_zero_is_refused_when_nothing_is_left() -> No
     table = simulate()
     with pytest.raises(ValueError, match="not above zero"):
         LawRegressor("ouyang").fit(table, -table["delta_loss"])
+
+
+# ----------------------------------------------------------------------------- figures of a fit
+@pytest.fixture(scope="module")
+def profiled():
+    return get("ouyang").fit(simulate(), interval="profile")
+
+
+def lines_of(ax):
+    """Lines of axes as pairs of arrays, those that are straight across or up told apart."""
+    drawn = [np.asarray(line.get_xydata(), dtype=float) for line in ax.lines]
+    upright = [line[0, 0] for line in drawn if np.ptp(line[:, 0]) == 0]
+    flat = [line[0, 1] for line in drawn if np.ptp(line[:, 1]) == 0]
+    curves = [line for line in drawn if np.ptp(line, axis=0).all()]
+    return curves, upright, flat
+
+
+@pytest.mark.parametrize("parameter", ["k", "beta", "gamma"])
+def test_a_profile_marks_the_profile_interval(profiled, parameter) -> None:
+    ((curve,), (estimate, *ends), (allowed,)) = lines_of(profiled.plot.profile(parameter))
+    interval = profiled.conf_int().loc[parameter]
+    np.testing.assert_allclose(sorted(ends), interval[["low", "high"]], rtol=1e-5)
+    assert estimate == profiled.params[parameter]
+    at_ends = np.interp(ends, curve[:, 0], curve[:, 1])  # the curve has points there
+    np.testing.assert_allclose(at_ends, allowed, rtol=1e-4)
+    lowest = curve[np.argmin(curve[:, 1])]
+    np.testing.assert_allclose(lowest, [estimate, 0.0], rtol=1e-6, atol=1e-6)
+
+
+def test_a_profile_of_least_squares_is_that_of_its_sum_of_squares() -> None:
+    """Without random effects the rise is (beta - estimate)^2 / se^2, and the ends are t's."""
+    frame = simulate()
+    made = get("ouyang").fit(frame, random=(), likelihood="gaussian", interval="model")
+    (curve,), _, _ = lines_of(made.plot.profile("beta", level=0.95))
+    z = (curve[:, 0] - made.params["beta"]) / made.bse["beta"]
+    np.testing.assert_allclose(curve[:, 1], z**2, rtol=1e-5, atol=1e-7)
+    _, (_, *ends), _ = lines_of(made.plot.profile("beta", level=0.95))
+    np.testing.assert_allclose(ends, made.conf_int(0.05).loc["beta"], rtol=1e-5)
+
+
+def test_points_and_residuals_are_those_of_the_predictions(fitted) -> None:
+    frame = simulate()
+    points = np.concatenate([p.get_offsets() for p in fitted.plot.fitted().collections[:3]])
+    order = np.lexsort((points[:, 0], points[:, 1]))
+    wanted = np.column_stack([fitted.center(frame), frame["delta_loss"]])
+    wanted = wanted[np.lexsort((wanted[:, 0], wanted[:, 1]))]
+    np.testing.assert_allclose(points[order], wanted, rtol=1e-12)
+    (shown, *_) = fitted.plot.residuals("bits").collections
+    ratio = frame["delta_loss"] / fitted.center(frame)
+    np.testing.assert_allclose(shown.get_offsets(), np.column_stack([frame["bits"], ratio]))
+
+
+def test_curves_are_predictions_with_their_band(fitted) -> None:
+    ax = fitted.plot.curves("tokens", bits=[2, 4], level=0.8)
+    median = fitted.data.medians["n_params"]
+    for line, band, bits in zip(ax.lines, ax.collections, (2, 4), strict=True):
+        x, y = line.get_data()
+        assert (x[0], x[-1]) == pytest.approx(fitted.data.ranges["tokens"])
+        frame = pd.DataFrame({"tokens": x, "n_params": median, "bits": float(bits)})
+        wanted = fitted.predict(frame, levels=(0.8,))
+        np.testing.assert_allclose(y, wanted["delta_loss"], rtol=1e-12)
+        edges = band.get_paths()[0].vertices[:, 1]
+        assert set(np.round(np.log(wanted["low_80"]), 9)) <= set(np.round(np.log(edges), 9))
+        assert set(np.round(np.log(wanted["high_80"]), 9)) <= set(np.round(np.log(edges), 9))
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["bits 2", "bits 4"]
+    given = fitted.plot.curves("bits", n_params=7e9, tokens=1e12)
+    one = pd.DataFrame({"n_params": [7e9], "tokens": 1e12, "bits": 2.0})
+    assert given.lines[0].get_ydata()[0] == pytest.approx(fitted.predict(one)["delta_loss"][0])
+    assert "n_params 7B" in given.get_xlabel()
+
+
+def test_a_fit_from_a_file_takes_its_table(profiled, tmp_path) -> None:
+    profiled.save(tmp_path / "fit.json")
+    read = load(tmp_path / "fit.json")
+    with pytest.raises(FitError, match=r"fit\.plot\.fitted\(table\)"):
+        read.plot.fitted()
+    table = simulate()
+    assert len(read.plot.fitted(table).lines) == 1
+    _, there, _ = lines_of(read.plot.profile("beta", table))
+    _, here, _ = lines_of(profiled.plot.profile("beta"))
+    np.testing.assert_allclose(there, here, rtol=1e-7)
+    with pytest.raises(FitError, match="does not give this fit again"):
+        read.plot.profile("beta", simulate(seed=1))
+    with pytest.raises(FitError, match="does not give this fit again"):
+        profiled.given(simulate(runs=1, prefix="new")).plot.profile("beta")
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda plot: plot.profile("betta"), "no parameter 'betta'.*Did you mean 'beta'"),
+        (lambda plot: plot.profile("beta", level=90), "between 0 and 1. Got 90"),
+        (lambda plot: plot.curves("token"), "does not use the column 'token'; it uses: "),
+        (lambda plot: plot.curves("tokens", bits=[2], n_params=[1e9]), "Got bits, n_params"),
+        (lambda plot: plot.curves("tokens", lr=1), "does not use the column 'lr'"),
+        (lambda plot: plot.curves("bits", level=2), "between 0 and 1. Got 2"),
+    ],
+)
+def test_mistakes_in_figures_are_named(fitted, ask, message) -> None:
+    with pytest.raises(FitError, match=message):
+        ask(fitted.plot)
+
+
+def test_a_held_parameter_has_no_profile() -> None:
+    held = get("ouyang").fit(simulate(), fixed={"beta": 0.4}, interval="sandwich")
+    with pytest.raises(FitError, match=r"beta was held at 0\.4"):
+        held.plot.profile("beta")
+
+
+def test_fitting_loads_no_plotting() -> None:
+    code = (
+        "import sys\nfrom qscale.laws import get\nfrom tests.simulations import simulate\n"
+        "made = get('ouyang').fit(simulate(), interval='sandwich')\n"
+        "assert 'matplotlib' not in sys.modules\n"
+        "made.plot\nassert 'matplotlib' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

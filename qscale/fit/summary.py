@@ -18,16 +18,17 @@ _WIDTH = 84
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Summary:
-    """What a fit says, ready to be printed; notebooks show it as HTML.
+    """What a fit or a regression says, ready to be printed; notebooks show it as HTML.
 
     Parameters
     ----------
     title
-        The law.
+        The law or the kind of regression.
     facts
         Pairs of a name and a value in words: data, search, scatter.
     parameters
-        ``estimate``, ``se``, ``low`` and ``high`` by parameter, on the natural scale.
+        ``estimate``, ``se``, ``low`` and ``high`` by parameter, on the natural scale; empty where
+        there are none.
     level
         Probability of the intervals.
     notes
@@ -57,7 +58,8 @@ class Summary:
             lines.append(pair.rstrip())
         names = [str(name) for name in self.parameters.index]
         width = max([22, *map(len, names)]) + 2
-        lines += [rule, " " * width + "".join(f"{text:>14}" for text in self.heading), thin]
+        if names:
+            lines += [rule, " " * width + "".join(f"{text:>14}" for text in self.heading), thin]
         for name, row in zip(names, self._cells(), strict=True):
             lines.append(f"{name:<{width}}" + "".join(f"{cell:>14}" for cell in row))
         lines.append(rule)
@@ -82,8 +84,8 @@ class Summary:
         notes = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
         return (
             f"<table><caption>{escape(self.title)}</caption>{facts}</table>"
-            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-            f"<ul>{notes}</ul>"
+            + f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" * bool(body)
+            + f"<ul>{notes}</ul>"
         )
 
 

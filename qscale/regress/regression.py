@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -11,6 +11,8 @@ from scipy.stats import t as student
 
 from qscale.errors import FitError
 from qscale.fit.effects import Effects, Kind, condition, predictive
+from qscale.fit.prediction import predict
+from qscale.fit.summary import Summary
 from qscale.regress.inputs import check_numbers
 from qscale.regress.models import Linear, Predictor
 from qscale.table import require
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from qscale.fit.record import Data
 
     Array = np.ndarray
+
+
+_NO_COEFFICIENTS = pd.DataFrame(columns=["estimate", "se", "low", "high"], dtype=float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,46 @@ class Regression:
             },
             index=pd.Index(self.main.inputs.names, name="parameter"),
         )
+
+    @property
+    def params(self) -> pd.Series:
+        """Coefficients of a linear kind by parameter."""
+        return self.parameters()["estimate"]
+
+    @property
+    def bse(self) -> pd.Series:
+        """Standard errors of a linear kind by parameter."""
+        return self.parameters()["se"]
+
+    def conf_int(self, alpha: float = 0.1) -> pd.DataFrame:
+        """Intervals of probability ``1 - alpha``: ``low`` and ``high`` by parameter."""
+        return self.parameters(1 - alpha)[["low", "high"]]
+
+    def predict(self, frame: pd.DataFrame, **options: Any) -> pd.DataFrame:
+        """Predict described rows with intervals, see `qscale.fit.prediction.predict`."""
+        return predict(self, frame, **options)
+
+    def summary(self, level: float = 0.9) -> Summary:
+        """Return a table to print: data, errors of left-out clusters, coefficients if any."""
+        data, spreads = self.data, self.effects.spreads
+        facts = (
+            ("target", f"log {self.target}"),
+            ("data", data.name),
+            ("rows", str(data.rows)),
+            (f"{data.cluster}s", str(data.clusters)),
+            ("set aside", str(sum(part.rows for part in data.set_aside))),
+            ("held-out error", f"×{np.exp(self.median_error):.3g} (median)"),
+            *((f"sd of {what}", f"{sd:.4g}") for what, sd in spreads),
+        )
+        coefficients = self.parameters(level) if self._linear else _NO_COEFFICIENTS
+        law = f"{self.main.base.law.name} + " if self.main.base else ""
+        title = f"{self.kind} of log {self.target}"
+        notes = (f"inputs: {law}{data.options['formula']}.", *self.notes)
+        return Summary(title, facts, coefficients, level, notes)
+
+    def _repr_html_(self) -> str:
+        """Return the summary for a notebook."""
+        return self.summary()._repr_html_()
 
     @property
     def _linear(self) -> bool:

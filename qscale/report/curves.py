@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import FuncFormatter
 
-from qscale.errors import FitError, QscaleError
+from qscale.errors import FitError
 from qscale.fit.prediction import predict
 from qscale.report.figures import COLOURS, label, legend_above, log_ticks, new_axes, styled
 from qscale.report.svg import INK
@@ -92,11 +92,11 @@ def curves(
 
     Raises
     ------
-    QscaleError
+    FitError
         If the fit does not use a column, a value is missing, or several columns have lists.
     """
     if not 0 < level < 1:
-        raise QscaleError(f"level must be between 0 and 1. Got {level} instead.")
+        raise FitError(f"level must be between 0 and 1. Got {level} instead.")
     frame, by = _grid(fit, column, dict(at or {}), points)
     ax = new_axes(ax, 4.6, 3.4)
     found = predict(fit, frame, levels=(level,))

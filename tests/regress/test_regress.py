@@ -281,3 +281,30 @@ def test_every_kind_has_a_name_and_predicts_the_order_of_bits() -> None:
 
 def test_products_are_spelled_out() -> None:
     assert parse("a * b + log(c):a + 1", "y") == ("a", "b", "a:b", "log(c):a")
+
+
+def test_the_summary_says_what_the_regression_says(table, ols) -> None:
+    text = str(ols.summary(0.8))
+    assert all(len(line) <= 84 for line in text.splitlines() if not line.startswith("Note"))
+    assert str(ols.data.rows) in text
+    assert f"×{np.exp(ols.median_error):.3g}" in text
+    assert "[0.1]" in text
+    assert "[0.9]" in text
+    line = next(line for line in text.splitlines() if line.startswith("log(bits) "))
+    expected = ols.parameters(0.8).loc["log(bits)", ["estimate", "se", "low", "high"]]
+    assert [float(cell) for cell in line.split()[1:]] == pytest.approx(expected, rel=1e-3)
+    assert ols.params["log(bits)"] == expected["estimate"]
+    assert ols.bse["log(bits)"] == expected["se"]
+    assert ols.conf_int(0.2).loc["log(bits)"].tolist() == [expected["low"], expected["high"]]
+    pd.testing.assert_frame_equal(ols.predict(table.head(3)), predict(ols, table.head(3)))
+    assert ols._repr_html_().count("<table>") == 2
+
+
+def test_the_summary_of_a_forest_has_no_coefficients(table) -> None:
+    forest = regress(table, kind="forest")
+    text = str(forest.summary())
+    assert "std err" not in text
+    assert f"inputs: {forest.data.options['formula']}." in text
+    assert forest._repr_html_().count("<table>") == 1
+    with pytest.raises(FitError, match="forest has no coefficients"):
+        forest.conf_int()
