@@ -36,10 +36,21 @@ def compare(
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     force: bool = False,
 ) -> None:
-    """Refit laws and regressions without some rows, predict those, and say which does best.
+    r"""Refit laws and regressions without some rows, predict those, and say which does best.
 
     The mean of each method and bit width is always in the table: what a model must beat. The best
     is tested against each other one on the same rows.
+
+    ```sh
+    # Which carries over to a model family that it has not seen?
+    qscale compare published_ptq --laws ouyang,kumar --regressions ols \
+        --split family --where "method == 'gptq'" --offset source
+    # Which holds for more tokens than it was fitted on?
+    qscale compare ptq_vs_learning_rate --laws ouyang,lr_anneal \
+        --target relative_delta --split latest:tokens -o league.md
+    ```
+
+    Next: qscale fit the best on all rows; qscale select asks which factors it lacks.
 
     Parameters
     ----------

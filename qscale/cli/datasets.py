@@ -8,6 +8,13 @@ from qscale.cli.console import console, table
 def datasets(name: str | None = None, /) -> None:
     """List the shipped datasets, or print the datasheet of one.
 
+    ```sh
+    qscale datasets
+    qscale datasets published_ptq
+    ```
+
+    Next: qscale fit takes such a name in place of a table.
+
     Parameters
     ----------
     name

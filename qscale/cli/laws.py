@@ -8,6 +8,14 @@ from qscale.cli.console import console, number, table
 def laws(name: str | None = None, /) -> None:
     """List the laws with formula and source, or show one in full.
 
+    ```sh
+    qscale laws
+    qscale laws lr_anneal
+    ```
+
+    Next: qscale fit DATA --law lr_anneal estimates a law's parameters, qscale compare sets laws
+    beside each other on held-out rows.
+
     Parameters
     ----------
     name

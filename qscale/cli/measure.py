@@ -66,7 +66,7 @@ def measure(
     come from the folder's qscale.toml, flags taking precedence. Needs the measure extra.
 
     ```sh
-    # Plain rounding: 3 to 6 bits in three group sizes, and the zero-fit prediction
+    # Plain rounding: 3 to 6 bits, three group sizes, and the zero-fit prediction
     qscale measure examples/checkpoints/tiny-wsd-stable \
         --text examples/texts/austen-wilde-darwin.txt \
         --bits 3,4,5,6 --group-size 32,64,128 -o tiny.csv

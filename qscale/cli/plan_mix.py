@@ -31,11 +31,20 @@ def mix(
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     force: bool = False,
 ) -> None:
-    """Choose a format for each matrix so that the predicted loss increase is least within a budget.
+    """Choose a format for each matrix that least raises the predicted loss within a budget.
 
     The mix is the exact optimum of the costs added up, next to which a lower bound is printed. It
     is written as TOML for qscale measure --spec and qscale quantize --spec, so that the prediction
     can be checked.
+
+    ```sh
+    # From tables of qscale sensitivity for 3 and 4 bits
+    qscale plan mix int3.csv int4.csv --bits-per-weight 3.75 -o mix.toml
+    # A matrix may also be left as it is
+    qscale plan mix int3.csv int4.csv --bits-per-weight 4.5 --or-none
+    ```
+
+    Next: qscale measure CHECKPOINT --spec mix.toml, and qscale quantize with the same spec.
 
     Parameters
     ----------

@@ -35,9 +35,22 @@ def next_(
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     force: bool = False,
 ) -> None:
-    """Choose the measurements that would most narrow the prediction of a described checkpoint.
+    r"""Choose the measurements that would most narrow the prediction of a described checkpoint.
 
     What a measurement will teach follows from the fit's covariance before it is made.
+
+    ```sh
+    # Which three of the published settings would say most of this model?
+    qscale plan next published_gptq_kumar --n-params 13e9 --tokens 2e12 \
+        --method gptq --candidates published_ptq \
+        --where "method == 'gptq'" --count 3
+    # Which settings of your own table would say most of the law?
+    qscale plan next mine.json --candidates could_measure.csv \
+        --criterion parameters --n-params 13e9 --tokens 2e12 -o chosen.csv
+    ```
+
+    Next: qscale measure those, add the rows to the table, and qscale fit again; or qscale predict
+    --given them.
 
     Parameters
     ----------

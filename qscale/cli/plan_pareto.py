@@ -38,11 +38,24 @@ def pareto(
     force: bool = False,
     seed: Seed = 0,
 ) -> None:
-    """Find which model sizes and bit widths give the lowest loss for their bytes.
+    r"""Find which model sizes and bit widths give the lowest loss for their bytes.
 
     From two laws: a family of --sizes, or without it, for each setting the size that fills
     --memory. Or from the rows of a --measured family. Bytes are those of the non-embedding
     parameters.
+
+    ```sh
+    # Which of five sizes at how many bits, within 4 or 8 GB?
+    qscale plan pareto published_gptq_kumar --sizes 1e9,3e9,7e9,13e9,30e9 \
+        --memory 4e9,8e9 --tokens 2e12 --method gptq
+    # The size and width that fill 8 GB best, at 20 tokens for each parameter
+    qscale plan pareto published_gptq_kumar --memory 8e9 --tokens-per-param 20 \
+        --method gptq
+    # The frontier of rows of your own, such as those that qscale sweep collected
+    qscale plan pareto --measured rows.parquet
+    ```
+
+    Next: qscale plan tokens, for how long to train the size that was chosen.
 
     Parameters
     ----------

@@ -34,10 +34,20 @@ def schedule(
     force: bool = False,
     seed: Seed = 0,
 ) -> None:
-    """Predict what another peak rate, more tokens or another decay would do to the loss increase.
+    r"""Predict what another peak rate, more tokens or another decay would do to the loss increase.
 
     Describe the run as planned, then each alternative by what changes. The ratio between them is
     the law's, with an interval; a prediction for each is of a new run.
+
+    ```sh
+    qscale plan schedule learning_rate_gptq_lr_anneal --n-params 7e9 \
+        --tokens 2e12 --lr-peak 3e-4 --lr 0 --method gptq --bits 3,4 \
+        --try lr_peak=9e-4 --try tokens=4e12 --try lr=3e-4
+    qscale plan schedule learning_rate_gptq_ouyang --n-params 7e9 --tokens 2e12 \
+        --method gptq --try tokens=4e12 -o schedules.csv
+    ```
+
+    Next: qscale plan next, if the intervals are too wide to choose.
 
     Parameters
     ----------

@@ -34,10 +34,20 @@ def tokens(
     force: bool = False,
     seed: Seed = 0,
 ) -> None:
-    """Find the training tokens beyond which the quantized model gets worse, if there are any.
+    r"""Find the training tokens beyond which the quantized model gets worse, if there are any.
 
     The loss before quantization falls with tokens, its increase may grow. The interval comes from
     joint draws of both fits, with the deviation of a new checkpoint.
+
+    ```sh
+    qscale plan tokens published_gptq_ouyang --n-params 1e9 --tokens 1e12 \
+        --bits 2,3,4 --method gptq
+    qscale plan tokens published_gptq_kumar --n-params 7e9 --bits 3 \
+        --method gptq -o critical.csv
+    ```
+
+    Next: qscale plan pareto asks for the best size within a memory, qscale plan schedule what the
+    learning rate would do.
 
     Parameters
     ----------

@@ -24,11 +24,20 @@ def plot(
     output: Annotated[Path, Parameter(name=["--output", "-o"])],
     kind: Literal["png", "svg", "pdf"] = "png",
 ) -> None:
-    """Draw what qscale measure found: whatever of these its features hold.
+    r"""Draw what qscale measure found: whatever of these its features hold.
 
     Spectral density of the Hessian, loss along the quantization error and on a plane around it,
     growth of the hidden-state error, curvature of each matrix, and measured against unfitted
     predictions.
+
+    ```sh
+    qscale measure examples/checkpoints/tiny-wsd-stable --features all \
+        --text examples/texts/austen-wilde-darwin.txt --bits 3,4 -o tiny.csv
+    qscale plot tiny.csv -o figures
+    qscale plot tiny.csv -o figures --kind pdf
+    ```
+
+    Next: qscale report draws what a fit says of such rows.
 
     Parameters
     ----------

@@ -50,12 +50,26 @@ def predict(
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     force: bool = False,
 ) -> None:
-    """Predict the loss increase of an unseen checkpoint, with intervals and plain warnings.
+    r"""Predict the loss increase of an unseen checkpoint, with intervals and plain warnings.
 
     Describe the checkpoint with flags, or give it: parameters are counted and training facts read
     from its qscale.toml, flags taking precedence. Without a fit, the shipped one that covers the
     checkpoint best is taken, and why is said. With --text the checkpoint's own curvature is
     measured first; where that prediction is tested, it is joined with the fit's.
+
+    ```sh
+    # A described model
+    qscale predict --n-params 13e9 --tokens 2e12 --bits 3,4 --method gptq
+    # From a fit of your choice: is a measured increase of 0.31 normal?
+    qscale predict published_gptq_kumar --n-params 13e9 --tokens 2e12 \
+        --bits 3 --method gptq --observed 0.31
+    # A checkpoint, with its own curvature on a text
+    qscale predict examples/checkpoints/tiny-wsd-stable --bits 3,4 \
+        --text examples/texts/austen-wilde-darwin.txt
+    ```
+
+    Next: qscale plan bits finds the fewest bits that keep a tolerance; qscale measure says whether
+    the prediction holds, and --given takes in what it measured.
 
     Parameters
     ----------

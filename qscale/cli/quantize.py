@@ -25,10 +25,20 @@ def quantize(
     device: str = "cpu",
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
 ) -> None:
-    """Write a checkpoint whose matrices went through a quantizer and back.
+    r"""Write a checkpoint whose matrices went through a quantizer and back.
 
     The folder is an ordinary Hugging Face checkpoint that any evaluator loads; no low-bit kernel
     is needed, and none is used. Needs the measure extra.
+
+    ```sh
+    qscale quantize examples/checkpoints/tiny-wsd-stable \
+        --spec "rtn int4 g64" -o tiny-int4
+    qscale quantize examples/checkpoints/tiny-wsd-stable \
+        --spec "gptq int4 g128 asym" -o tiny-gptq \
+        --calibration examples/texts/austen-wilde-darwin.txt
+    ```
+
+    Next: qscale measure with the same spec says what that costs, without a folder in between.
 
     Parameters
     ----------
@@ -39,8 +49,10 @@ def quantize(
         of matrix names; see qscale specs.
     output
         New folder.
-    calibration, calibration_samples
-        UTF-8 text file that the method calibrates on, and the number of windows to take from it.
+    calibration
+        UTF-8 text file that the method, such as gptq or awq, calibrates on.
+    calibration_samples
+        Windows of context tokens to take from the calibration text.
     context
         Tokens per calibration window; by default the model's longest input, but at most 512.
     revision

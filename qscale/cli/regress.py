@@ -28,11 +28,20 @@ def regress(
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     force: bool = False,
 ) -> None:
-    """Fit a regression of the log target, such as a random forest, to a measurement table.
+    r"""Fit a regression of the log target, such as a random forest, to a measurement table.
 
     It is refitted without each cluster, or each of up to twenty parts of them (ten for learned
     kinds), and predicts the rows left out: how far off it is there is printed, and is the width of
     its predictions.
+
+    ```sh
+    qscale regress published_ptq --kind ols --where "method == 'gptq'" \
+        --formula "log(n_params) + log(tokens) + bits" -o ols.fit
+    qscale regress published_ptq --kind forest -o forest.fit
+    ```
+
+    Next: qscale predict forest.fit --n-params 13e9 --tokens 2e12; qscale compare --regressions sets
+    it beside laws.
 
     Parameters
     ----------

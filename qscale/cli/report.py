@@ -19,7 +19,15 @@ def report(
     model_card: Path | None = None,
     force: bool = False,
 ) -> None:
-    """Write a report of one or several fits: answers, parameters, residuals, held-out scores.
+    r"""Write a report of one or several fits: answers, parameters, residuals, held-out scores.
+
+    ```sh
+    qscale report published_gptq_kumar -o report.html
+    qscale report published_gptq_kumar published_gptq_ouyang -o both.html \
+        --tables tables --model-card card.md
+    ```
+
+    Next: qscale compare tests the laws on held-out rows, qscale predict uses a fit.
 
     Parameters
     ----------

@@ -29,7 +29,17 @@ def select(
     alpha: float = 0.05,
     seed: Seed = 0,
 ) -> None:
-    """Add factors to a law as long as a test or held-out runs support them; warn of confounding.
+    r"""Add factors to a law as long as a test or held-out runs support them; warn of confounding.
+
+    ```sh
+    qscale select ptq_vs_learning_rate --target relative_delta \
+        --where "averaging != 'lawa'" --law ouyang --candidates lr_peak,anneal
+    qscale select published_ptq --law kumar --where "bits >= 3" \
+        --candidates method,group_size --offset source
+    ```
+
+    Next: qscale fit with the law that is printed, qscale compare --split to test it on what it has
+    not seen.
 
     Parameters
     ----------

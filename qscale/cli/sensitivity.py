@@ -50,11 +50,24 @@ def sensitivity(
     device: str = "cpu",
     force: bool = False,
 ) -> None:
-    """Rank the matrices of a checkpoint by what quantizing each costs.
+    r"""Rank the matrices of a checkpoint by what quantizing each costs.
 
     Predicted from curvature by a few backward passes for all matrices, and measured by a pass over
     the evaluation windows with each matrix alone quantized. The table is written after each
     matrix; a call that was stopped goes on where it was. Needs the measure extra.
+
+    ```sh
+    # From curvature alone, in a minute or less
+    qscale sensitivity examples/checkpoints/tiny-wsd-stable --predicted-only \
+        --text examples/texts/austen-wilde-darwin.txt \
+        --spec "rtn int3 g64" -o int3.csv
+    # Measured too, and the formats as vLLM reads them
+    qscale sensitivity examples/checkpoints/tiny-wsd-stable \
+        --text examples/texts/austen-wilde-darwin.txt --spec "rtn int4 g128" \
+        -o int4.csv --export config.json
+    ```
+
+    Next: qscale plan mix chooses a format for each matrix from such tables.
 
     Parameters
     ----------
@@ -69,12 +82,15 @@ def sensitivity(
         Table to write, .csv or .parquet.
     predicted_only
         Predict, but do not measure.
-    export, export_for
-        JSON file for the formats, module by module, as another tool reads them: the
-        quantization_config of compressed-tensors (vLLM, llm-compressor), or auto-round's
-        layer_config.
-    calibration, calibration_samples
-        UTF-8 text file that a method calibrates on, and the number of windows to take from it.
+    export
+        JSON file for the formats, module by module, as another tool reads them.
+    export_for
+        That tool: the file is the quantization_config of compressed-tensors (vLLM,
+        llm-compressor), or auto-round's layer_config.
+    calibration
+        UTF-8 text file that a method such as gptq or awq calibrates on.
+    calibration_samples
+        Windows of context tokens to take from the calibration text.
     revision
         Revision of a hub id.
     context

@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 def specs(spec: str | None = None, /) -> None:
     """List formats, methods and libraries that a spec can name, or explain one spec.
 
+    ```sh
+    qscale specs
+    qscale specs "gptq int4 g128 asym"
+    qscale specs "rtn nvfp4 acts=nvfp4"
+    ```
+
+    Next: qscale measure, sensitivity and quantize take a spec as --spec.
+
     Parameters
     ----------
     spec

@@ -1,28 +1,9 @@
-"""``qscale sweep``: run a plan of independent tasks, see how far it is, collect its rows."""
+"""Run a plan of independent tasks on any number of workers, and collect their rows.
 
-from __future__ import annotations
+A plan is a TOML file. In this one, arm main measures two checkpoints under four settings in 7
+tasks, and arm calibrated one of them again with another calibration text in 4:
 
-import sys
-import time
-from collections import Counter
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from cyclopts import App, Parameter, validators
-
-from qscale.cli.console import console, pairs, refuse_existing, table
-from qscale.errors import SweepError
-from qscale.sweep import plan as plans
-from qscale.sweep import store
-from qscale.sweep.estimate import duration, expected
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from qscale.sweep.plan import Plan, Task
-
-_EXAMPLE = """```toml
+```toml
 task = "measure"
 
 [fixed]
@@ -50,18 +31,47 @@ checkpoint = ["runs/small"]
 [cost]                # of a task, for the first estimate
 seconds = 60
 gigabytes = 2
-```"""
+```
+
+In place of measure, task names a function of your own, file.py:function or module:function. It is
+called with the parameters, a dict that also holds a seed, and an empty folder whose content is
+removed after the task. It returns a DataFrame of rows, or a dict of frames.
+
+```sh
+qscale sweep plan.toml --dry-run
+qscale sweep plan.toml --workers 8
+qscale sweep status plan.toml
+qscale sweep collect plan.toml -o rows.parquet
+```
+
+Next: qscale fit rows.parquet reads what was collected.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import App, Parameter, validators
+
+from qscale.cli.console import console, pairs, refuse_existing, table
+from qscale.errors import SweepError
+from qscale.sweep import plan as plans
+from qscale.sweep import store
+from qscale.sweep.estimate import duration, expected
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from qscale.sweep.plan import Plan, Task
 
 sweep = App(
     name="sweep",
-    help="Run a plan of independent tasks on any number of workers, and collect their rows.\n\n"
-    "A plan is a TOML file. In this one, arm main measures two checkpoints under four settings in "
-    "7 tasks, and arm calibrated one of them again with another calibration text in 4:\n\n"
-    + _EXAMPLE
-    + "\n\n"
-    "In place of measure, task names a function of your own, file.py:function or module:function. "
-    "It is called with the parameters, a dict that also holds a seed, and an empty folder whose "
-    "content is removed after the task. It returns a DataFrame of rows, or a dict of frames.",
+    help=__doc__,
     help_epilogue="Exit status: 0 all tasks are done, 1 some failed, 2 a mistake in plan or "
     "options, 3 some are left: another sweep is at them, or a worker was lost or stopped.",
 )
@@ -89,11 +99,20 @@ def run(
     keep_scratch: bool = False,
     dry_run: bool = False,
 ) -> None:
-    """Run the tasks of a plan that are not done yet.
+    r"""Run the tasks of a plan that are not done yet.
 
     Any number of calls may share a folder, on one machine or on several: each task is run once. A
     call that was stopped goes on where it was, and tries tasks that failed again. Exit status: 0
     all tasks are done, 1 some failed, 2 a mistake in plan or options, 3 some are left.
+
+    ```sh
+    qscale sweep run plan.toml --dry-run
+    qscale sweep run plan.toml --workers 8 --out on_scratch
+    qscale sweep run plan.toml --engine submitit --workers 20 \
+        --setting slurm_partition=gpu --setting timeout_min=600
+    ```
+
+    Next: qscale sweep status says how far it is, qscale sweep collect makes a table of it.
 
     Parameters
     ----------
@@ -170,6 +189,14 @@ def status(plan: Path, /, *, out: _Folder = None) -> None:
     Exit status: 0 all tasks are done, 1 some failed and none is left, 2 a mistake in plan or
     options, 3 some are left.
 
+    ```sh
+    qscale sweep status plan.toml
+    qscale sweep status plan.toml --out on_scratch
+    ```
+
+    Next: qscale sweep run goes on with what is left, qscale sweep collect makes a table of what is
+    done.
+
     Parameters
     ----------
     plan
@@ -220,6 +247,13 @@ def collect(
     Rows are checked as a measurement table; other kinds go to files beside it. A damaged part is
     named and left out, and counts as not done. Exit status: 0 all tasks are collected, 2 a mistake,
     3 some are not.
+
+    ```sh
+    qscale sweep collect plan.toml -o table.parquet
+    qscale sweep collect plan.toml --others -o all.parquet --force
+    ```
+
+    Next: qscale fit table.parquet --law kumar; qscale plot table.parquet -o figures.
 
     Parameters
     ----------
