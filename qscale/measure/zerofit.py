@@ -122,7 +122,8 @@ class Agreement:
         Rows of these bit widths left out: status not ok, or ``delta_loss`` within two standard
         errors of zero.
     backward_passes
-        Backward passes over the curvature windows that the predictions cost, per checkpoint.
+        Backward passes over the curvature windows that the predictions cost, per checkpoint; 0 if
+        the table has none, as along the error alone.
     """
 
     form: str
@@ -137,10 +138,11 @@ class Agreement:
         if not self.rows:
             return f"Zero-fit prediction: none of {self.left_out} rows is measured well enough."
         widths = ", ".join(f"{value:.2f} at {bits:g}" for bits, value in self.by_bits.items())
+        cost = f", for {self.backward_passes} backward passes" if self.backward_passes else ""
         return (
             f"Zero-fit prediction: median |log({self.form} / delta_loss)| {self.median:.2f} "
             f"over {self.rows} rows ({widths} bits; {self.left_out} rows left out, within 2 SE of "
-            f"zero or not ok), for {self.backward_passes} backward passes."
+            f"zero or not ok){cost}."
         )
 
 
@@ -185,17 +187,18 @@ def agreement(
     TableError
         If a column is missing.
     """
-    require(frame, ("bits", "delta_loss", form, "backward_passes"), "table")
+    require(frame, ("bits", "delta_loss", form), "table")
     rows = frame[frame["bits"].between(low, high)]
     measurable = rows["delta_loss"] > 2 * rows["delta_loss_se"]
     used = rows[(rows["status"] == "ok") & measurable & (rows[form] > 0)]
     distance = (used[form] / used["delta_loss"]).map(math.log).abs()
     widths = sorted(used["bits"].unique().tolist())
+    passes = frame.get("backward_passes", pd.Series(0.0)).fillna(0).max()
     return Agreement(
         form=form,
         median=float(distance.median()),
         by_bits={bits: float(distance[used["bits"] == bits].median()) for bits in widths},
         rows=len(used),
         left_out=len(rows) - len(used),
-        backward_passes=int(frame["backward_passes"].max()),
+        backward_passes=int(passes),
     )

@@ -400,6 +400,10 @@ def test_agreement_is_over_rows_that_are_measured_well_enough():
     assert found.median == pytest.approx(1.5)
     assert "median |log(quadratic_delta / delta_loss)| 1.50 over 2 rows" in str(found)
     assert "6 backward passes" in str(found)
+    along = frame.rename(columns={"quadratic_delta": "gauss_newton_delta"})
+    alone = agreement(along.drop(columns="backward_passes"), "gauss_newton_delta")
+    assert alone.median == found.median
+    assert "backward" not in str(alone)
     none = agreement(frame[frame["bits"] > 6])
     assert math.isnan(none.median)
     assert "none of 0 rows" in str(none)
