@@ -50,6 +50,9 @@ def fitting(rows: pd.DataFrame, out: Path) -> Path:
     gptq = get("kumar").fit(rows, where="method == 'gptq'", offset=["source", "protocol"])
     print(gptq.summary())
     print(gptq.conf_int(alpha=0.05).loc["gamma_D"].to_dict())
+    drawn = [gptq.plot.fitted(), gptq.plot.profile("gamma_D"), gptq.plot.curves("bits")]
+    for name, ax in zip(("fitted", "profile", "curves"), drawn, strict=True):
+        ax.get_figure(root=True).savefig(out / f"{name}.png")
     gptq.save(out / "kumar.json")
     return out / "kumar.json"
 
@@ -92,7 +95,7 @@ def regressing(rows: pd.DataFrame, out: Path) -> None:
     from qscale.regress import regress  # noqa: PLC0415
 
     linear = regress(rows, kind="ols", where="method in ['gptq', 'rtn']", name="published_ptq")
-    print(linear.parameters())
+    print(linear.summary())
     linear.save(out / "ols.json")
     used = rows[rows["method"] == "gptq"].dropna(subset=["tokens", "n_params", "bits", "run"])
     used = used[used["delta_loss"] > 0]
