@@ -61,7 +61,7 @@ def compare(
         turn; largest:n_params, latest:tokens or lowest:bits; or expanding:tokens, a back-test that
         trains up to some tokens and predicts what follows.
     laws
-        Laws, separated by commas (see qscale laws).
+        Laws, separated by commas: names (see qscale laws) or files, as in qscale fit.
     regressions
         Regressions, separated by commas, such as ols,forest.
     target
@@ -84,7 +84,7 @@ def compare(
         Measured rows of each held-out cluster that every model is told before it predicts the
         others: the one nearest to plain rounding to 4 bits first, else to the median bits.
     seed
-        Of the intervals and tests.
+        Seed of the intervals and tests.
     output
         Write the league to this .json (held-out rows included), .md or .csv file.
     force
@@ -139,10 +139,12 @@ def compare(
 def _laws(names: str, target: str, **options: Any) -> dict[str, Callable[..., Any]]:
     """Return refits of laws by name."""
     from qscale.fit import fit  # noqa: PLC0415
-    from qscale.laws import get  # noqa: PLC0415
+    from qscale.laws.user import resolve  # noqa: PLC0415
 
     return {
-        name: partial(fit, law=get(name, target), interval="model", name="training rows", **options)
+        name: partial(
+            fit, law=resolve(name, target), interval="model", name="training rows", **options
+        )
         for name in _listed(names)
     }
 

@@ -28,7 +28,7 @@ class Facts:
     tokens
         Training tokens, such as 2e12.
     lr_peak
-        Peak learning rate.
+        Peak learning rate, such as 3e-4.
     lr
         Learning rate at the checkpoint (0 at the end of a decay to zero).
     loss_fp
@@ -36,7 +36,7 @@ class Facts:
     family
         Level of an offset in the fit; left out, the average level and its spread are used.
     source
-        Likewise.
+        Source of the rows, as a level of an offset in the fit; left out, as for family.
     set_
         NAME=VALUE of any other column that the fit needs, such as sqnr_db=21. May be repeated.
     """
@@ -86,7 +86,7 @@ class Settings:
     method
         Quantization methods, separated by commas, checked against those the fit has seen.
     fmt
-        Number formats, separated by commas, checked likewise.
+        Number formats, separated by commas, checked against those the fit has seen.
     """
 
     bits: str = "2,3,4,5,6,8"

@@ -93,7 +93,7 @@ def fit(
     boots
         Refits of a bootstrap.
     seed
-        Of the bootstrap.
+        Seed of the bootstrap.
     output
         Write the fit to this JSON file.
     force

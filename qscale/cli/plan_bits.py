@@ -72,7 +72,7 @@ def bits(
     force
         Replace the output if it exists.
     seed
-        Of the draws of a bootstrap fit.
+        Seed of the draws of a bootstrap fit.
     """
     from qscale import table as tables  # noqa: PLC0415
     from qscale.load import load_fitted  # noqa: PLC0415

@@ -80,7 +80,7 @@ def pareto(
     force
         Replace the output if it exists.
     seed
-        Of the draws.
+        Seed of the draws.
     """
     from qscale import table as tables  # noqa: PLC0415
 

@@ -66,7 +66,7 @@ def schedule(
     force
         Replace the output if it exists.
     seed
-        Of the draws.
+        Seed of the draws.
     """
     from qscale import table as tables  # noqa: PLC0415
     from qscale.load import load_fitted  # noqa: PLC0415

@@ -64,7 +64,7 @@ def tokens(
     force
         Replace the output if it exists.
     seed
-        Of the draws.
+        Seed of the draws.
     """
     from qscale import table as tables  # noqa: PLC0415
     from qscale.load import load_fitted  # noqa: PLC0415

@@ -85,13 +85,13 @@ def predict(
     method
         Quantization methods, separated by commas, checked against those the fit has seen.
     fmt
-        Number formats, separated by commas, checked likewise.
+        Number formats, separated by commas, checked against those the fit has seen.
     n_params
         Non-embedding parameters, such as 13e9.
     tokens
         Training tokens, such as 2e12.
     lr_peak
-        Peak learning rate.
+        Peak learning rate, such as 3e-4.
     lr
         Learning rate at the checkpoint (0 at the end of a decay to zero).
     loss_fp
@@ -99,7 +99,7 @@ def predict(
     family
         Level of an offset in the fit; left out, the average level and its spread are used.
     source
-        Likewise.
+        Source of the rows, as a level of an offset in the fit; left out, as for family.
     set_
         NAME=VALUE of any other column that the fit needs, such as sqnr_db=21. May be repeated.
     given
@@ -113,9 +113,9 @@ def predict(
         Also show what each factor contributes against the median checkpoint of the fit's data,
         what the fit has not seen, and how the shipped fits compare.
     text
-        Text for the curvature of the checkpoint (needs the measure extra).
+        UTF-8 text file for the curvature of the checkpoint (needs the measure extra).
     context
-        Tokens per window of the text.
+        Tokens per window of the text; by default the model's longest input, but at most 512.
     probes
         Backward passes over the probe windows.
     output

@@ -64,7 +64,7 @@ def regress(
     law
         Law under a gp: a name (see qscale laws) or a file as in qscale fit; ouyang if left out.
     seed
-        Of forests, boosting and processes.
+        Seed of forests, boosting and processes.
     output
         Write the regression to this file, for qscale predict.
     force

@@ -46,7 +46,7 @@ def select(
     data
         A .csv or .parquet table, or the name of a shipped dataset (see qscale datasets).
     law
-        Name of the law to start from (see qscale laws).
+        Law to start from: a name (see qscale laws) or a .toml file, as in qscale fit.
     candidates
         Factors, separated by commas: a column of numbers (a power of it), a column of text (a
         multiplier for each value), anneal, or KIND:COLUMN such as exponential:bits.
@@ -63,11 +63,11 @@ def select(
     alpha
         Level at which p-values, adjusted for the number of candidates, count as support.
     seed
-        Of the bootstrap.
+        Seed of the bootstrap.
     """
     from qscale import datasets  # noqa: PLC0415
     from qscale import table as tables  # noqa: PLC0415
-    from qscale.laws import get  # noqa: PLC0415
+    from qscale.laws.user import resolve  # noqa: PLC0415
     from qscale.select import select_factors  # noqa: PLC0415
 
     if not 0 < alpha < 1:
@@ -77,7 +77,7 @@ def select(
         raise QscaleError("--candidates names no factor; give some, such as lr_peak,anneal.")
     result = select_factors(
         tables.read(datasets.find(data), pairs(map_ or [], "--map")),
-        get(law, target),
+        resolve(law, target),
         names,
         where=where,
         offset=offset or (),

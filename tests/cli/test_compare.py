@@ -60,6 +60,33 @@ def test_compare_back_tests_by_tokens(rows, capsys) -> None:
     assert "clusters (run)" in out
 
 
+LIKE_OUYANG = """
+name = "mine"
+target = "delta_loss"
+factors = [
+    {kind = "constant", name = "k"},
+    {kind = "power", column = "tokens", name = "beta"},
+    {kind = "power", column = "n_params", name = "alpha", sign = -1},
+    {kind = "power", column = "bits", name = "gamma", sign = -1},
+]
+"""
+
+
+def test_a_law_in_a_file_scores_and_is_selected_from_as_the_same_law_by_name(rows, capsys) -> None:
+    (rows / "mine.toml").write_text(LIKE_OUYANG)
+    laws = ["--laws", "ouyang,mine.toml", "--split", "family", "-o", "league.json"]
+    main(["compare", "rows.csv", *laws])
+    scores = {
+        row["model"]: row["mean_abs_log_error"]
+        for row in json.loads((rows / "league.json").read_text())["table"]
+    }
+    assert scores["mine.toml"] == pytest.approx(scores["ouyang"], rel=1e-4)
+    assert scores["mine.toml"] < scores["mean_by_setting"]
+    capsys.readouterr()
+    main(["select", "rows.csv", "--law", "mine.toml", "--candidates", "lr_peak,weight_decay"])
+    assert "Supported at 0.05: lr_peak." in capsys.readouterr().out
+
+
 def test_select_names_the_factor_that_made_the_data(rows, capsys) -> None:
     main(["select", "rows.csv", "--law", "ouyang", "--candidates", "lr_peak,weight_decay"])
     out = capsys.readouterr().out
