@@ -254,6 +254,7 @@ def find_mode(
             if newton:  # many rows would pass delta: the secant weights bring them nearer first
                 newton = False
                 continue
+            break  # rounding, or the quadrature of measurement errors, hides what is left to gain
         newton = decrement < _NEAR * (1.0 + abs(log_p))
         theta, scaled, state = trial, trial_scaled, found
     log_p, score, weight = state
