@@ -16,7 +16,7 @@ import pytest
 
 from qscale import table
 from qscale.cli import main
-from qscale.cli.sweep import _EXAMPLE
+from qscale.cli import sweep as command
 from qscale.errors import SweepError
 from qscale.sweep import plan as plans
 from qscale.sweep import store
@@ -301,6 +301,6 @@ def test_measure_gives_the_rows_of_qscale_measure(tmp_path) -> None:
 
 def test_the_example_of_the_help_is_a_plan(tmp_path, capsys) -> None:
     path = tmp_path / "example.toml"
-    path.write_text(_EXAMPLE.removeprefix("```toml\n").removesuffix("```"))
+    path.write_text(re.search("```toml\n(.*?)```", command.__doc__, re.DOTALL)[1])
     assert code(path, "--dry-run") == 0
     assert "11 tasks of measure in 2 arms" in capsys.readouterr().out
