@@ -83,15 +83,15 @@ class JsonLines:
         self.path = Path(path)
         check_place(self.path)
         self._held = set()
-        if self.path.exists():
-            for number, line in enumerate(self.path.read_text("utf-8").splitlines(), start=1):
-                try:
-                    self._held.add(Record(**json.loads(line)).digest)
-                except (ValueError, TypeError) as error:
-                    raise QscaleError(
-                        f"{self.path}: line {number} is not a record of qscale; choose another "
-                        "file to track to."
-                    ) from error
+        lines = self.path.read_bytes().splitlines() if self.path.exists() else []
+        for number, line in enumerate(lines, start=1):
+            try:
+                self._held.add(Record(**json.loads(line)).digest)
+            except (ValueError, TypeError) as error:
+                raise QscaleError(
+                    f"{self.path}: line {number} is not a record of qscale; choose another file "
+                    "to track to."
+                ) from error
 
     def log(self, record: Record) -> None:
         """Add a line."""
