@@ -23,12 +23,12 @@ def check_place(path: Path) -> None:
         If it is a folder or a device, or its folder cannot be written to.
     """
     if path.exists() and not path.is_file():
-        raise QscaleError(f"{path}: is not a file that can be replaced; choose another --output.")
+        raise QscaleError(f"{path}: is not a file that can be replaced; choose another path.")
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise QscaleError(
             f"{path}: cannot be written, {folder} is not a folder that you can write to; "
-            "choose another --output."
+            "choose another path."
         )
 
 
