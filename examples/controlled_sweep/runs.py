@@ -220,22 +220,59 @@ SPEED = {SMALL: 68e3, MEDIUM: 27e3, LARGE: 11e3}
 """Tokens per core-second that the recipe trains on one 2.6 GHz core with AVX-512."""
 
 
-PLAN = """# Measure each checkpoint of the controlled sweep, a task each; runs.py --plan wrote this.
-# qscale sweep plan.toml --out measured, in a folder that holds checkpoints/ and texts/.
-task = "measuring.py:measure_checkpoint"
+HEADER = """# {about} of the controlled sweep, a task each; runs.py --plan {name} wrote this.
+# qscale sweep {name}.toml --out {out}, in a folder that holds checkpoints/ and texts/.
+task = "{task}"
 
 [fixed]
 checkpoints = "checkpoints"
 texts = "texts"
 """
-SECONDS = {SMALL: 40, MEDIUM: 80, LARGE: 200}
-"""Core-seconds that measuring a checkpoint takes."""
 
 
-def plan() -> str:
-    """Return the sweep's plan: an arm for each size, checkpoints in the order of training."""
-    lines = [PLAN]
-    for width, seconds in SECONDS.items():
+@dataclass(frozen=True)
+class Measuring:
+    """One of the plans: a task for every checkpoint.
+
+    Parameters
+    ----------
+    about
+        What is done, in the plan's heading.
+    out
+        Folder that the heading proposes.
+    task
+        Function that does it.
+    seconds
+        Core-seconds that a checkpoint takes by width.
+    """
+
+    about: str
+    out: str
+    task: str
+    seconds: dict[int, int]
+
+
+PLANS = {
+    "plan": Measuring(
+        "Measure each checkpoint",
+        "measured",
+        "measuring.py:measure_checkpoint",
+        {SMALL: 40, MEDIUM: 80, LARGE: 200},
+    ),
+    "spectrum": Measuring(
+        "Find the largest and smallest eigenvalue of each checkpoint",
+        "spectra",
+        "spectrum.py:measure_spectrum",
+        {SMALL: 6, MEDIUM: 15, LARGE: 45},
+    ),
+}
+
+
+def plan(name: str = "plan") -> str:
+    """Return a plan: an arm for each size, checkpoints in the order of training."""
+    made = PLANS[name]
+    lines = [HEADER.format(name=name, about=made.about, out=made.out, task=made.task)]
+    for width, seconds in made.seconds.items():
         runs = [run for run in grid() if run.width == width]
         lines += [
             "[[arms]]",
@@ -252,9 +289,10 @@ def plan() -> str:
 def main() -> None:
     """Print the grid: runs, checkpoints, tokens and estimated core-minutes; or the plan."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--plan", action="store_true", help="print plan.toml instead")
-    if parser.parse_args().plan:
-        print(plan(), end="")
+    parser.add_argument("--plan", choices=PLANS, help="print a plan of measurements instead")
+    wanted = parser.parse_args().plan
+    if wanted:
+        print(plan(wanted), end="")
         return
     arms: dict[tuple[int, str, float, int], list[Run]] = {}
     for run in grid():
