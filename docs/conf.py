@@ -14,7 +14,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from qscale import __version__
 from qscale.cli import app as commands
-from qscale.table import COLUMNS
+from qscale.columns import COLUMNS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -53,7 +53,7 @@ class ColumnsDirective(SphinxDirective):
     """List the columns of the measurement table: name, unit, range or values, and meaning."""
 
     def run(self) -> list:
-        """Parse a Markdown table made from `qscale.table.COLUMNS`."""
+        """Parse a Markdown table made from `qscale.columns.COLUMNS`."""
         lines = ["| column | unit | allowed | meaning |", "|---|---|---|---|"]
         for column in COLUMNS.values():
             unit = column.unit or {"text": "text", "flag": "true or false"}.get(column.kind, "")

@@ -9,8 +9,8 @@ import tomllib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from qscale.columns import COLUMNS
 from qscale.errors import CheckpointError
-from qscale.table import COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pandas as pd
 
 from qscale.atomic import check_place
+from qscale.columns import COLUMNS
 from qscale.errors import QscaleError
-from qscale.table import COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -128,6 +128,8 @@ class MLflow:
             ) from error
         shown = uri or os.environ.get("MLFLOW_TRACKING_URI") or "MLflow's default store"
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "qscale"
+        # MLflow's seven attempts keep a user waiting for minutes where a server is down.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         try:
             self._client: Any = MlflowClient(tracking_uri=uri)
             found = self._client.get_experiment_by_name(name)

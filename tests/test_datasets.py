@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 
 from qscale import datasets, table
+from qscale.columns import COLUMNS
 from qscale.errors import TableError
 
 REPO = Path(__file__).resolve().parent.parent
@@ -79,7 +80,7 @@ def test_every_raw_row_is_in_the_table_once(name):
 def test_tables_pass_the_schema_and_keep_its_column_order(name):
     frame = datasets.load(name)
     pd.testing.assert_frame_equal(table.check(frame), frame)
-    known = [column for column in table.COLUMNS if column in frame]
+    known = [column for column in COLUMNS if column in frame]
     assert list(frame.columns[: len(known)]) == known
 
 
@@ -101,7 +102,7 @@ def test_each_dataset_is_described(name):
     assert f"*{facts.kind}*" in sheet.lower()
     for heading in ("**What.**", "**Accuracy.**", "**Licence.**", "## Columns", "## Traps"):
         assert heading in sheet
-    extra = set(datasets.load(name).columns) - set(table.COLUMNS)
+    extra = set(datasets.load(name).columns) - set(COLUMNS)
     assert [column for column in extra if f"`{column}`" not in sheet] == []
 
 

@@ -12,7 +12,7 @@ import pytest
 from cyclopts import CycloptsError, MissingArgumentError
 
 from qscale.cli import app
-from qscale.table import COLUMNS
+from qscale.columns import COLUMNS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qscale import table
+from qscale.columns import COLUMNS
 from qscale.errors import TableError
 from qscale.laws import LAWS
 
@@ -87,7 +88,7 @@ EDGES = [None, -1e-12, 0.0, 0.5, 1.0, 1 + 1e-12, 32.0, 32.5, 50.0, 1e3, 1e14, 1e
 
 @given(
     st.dictionaries(
-        st.sampled_from([c.name for c in table.COLUMNS.values() if c.kind == "number"]),
+        st.sampled_from([c.name for c in COLUMNS.values() if c.kind == "number"]),
         st.tuples(st.sampled_from(EDGES), st.sampled_from(EDGES)),
         min_size=1,
         max_size=8,
@@ -184,7 +185,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_table(tmp_path) -> None:
 
 
 def test_every_column_states_a_meaning_and_a_sane_range() -> None:
-    for name, column in table.COLUMNS.items():
+    for name, column in COLUMNS.items():
         assert column.name == name
         assert column.meaning
         if column.low is not None and column.high is not None:
@@ -193,4 +194,4 @@ def test_every_column_states_a_meaning_and_a_sane_range() -> None:
 
 def test_every_column_of_a_named_law_is_in_the_table() -> None:
     for law in LAWS.values():
-        assert {*law.columns, law.target} <= set(table.COLUMNS), law.name
+        assert {*law.columns, law.target} <= set(COLUMNS), law.name

@@ -221,7 +221,7 @@ SPEED = {SMALL: 68e3, MEDIUM: 27e3, LARGE: 11e3}
 
 
 HEADER = """# {about} of the controlled sweep, a task each; runs.py --plan {name} wrote this.
-# qscale sweep {name}.toml --out {out}, in a folder that holds checkpoints/ and texts/.
+# qscale sweep {name}.toml --folder {folder}, in a folder that holds checkpoints/ and texts/.
 task = "{task}"
 
 [fixed]
@@ -238,7 +238,7 @@ class Measuring:
     ----------
     about
         What is done, in the plan's heading.
-    out
+    folder
         Folder that the heading proposes.
     task
         Function that does it.
@@ -247,7 +247,7 @@ class Measuring:
     """
 
     about: str
-    out: str
+    folder: str
     task: str
     seconds: dict[int, int]
 
@@ -271,7 +271,7 @@ PLANS = {
 def plan(name: str = "plan") -> str:
     """Return a plan: an arm for each size, checkpoints in the order of training."""
     made = PLANS[name]
-    lines = [HEADER.format(name=name, about=made.about, out=made.out, task=made.task)]
+    lines = [HEADER.format(name=name, about=made.about, folder=made.folder, task=made.task)]
     for width, seconds in made.seconds.items():
         runs = [run for run in grid() if run.width == width]
         lines += [

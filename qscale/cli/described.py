@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qscale.cli.console import pairs
+from qscale.columns import COLUMNS
 from qscale.errors import QscaleError, did_you_mean
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def assigned(items: Sequence[str], fitted: Fitted | None) -> dict[str, Any]:
     values = {}
     own = () if fitted is None else (*fitted.columns, *fitted.categories)
     targets = ("delta_loss", "relative_delta") if fitted is None else (fitted.target,)
-    known = (*tables.COLUMNS, *own)
+    known = (*COLUMNS, *own)
     for name, text in pairs(items, "--set").items():
         if name in LISTED:
             raise QscaleError(f"--set {name}: give --{name.replace('_', '-')} instead.")
@@ -96,7 +97,7 @@ def assigned(items: Sequence[str], fitted: Fitted | None) -> dict[str, Any]:
             )
         checked = tables.check(pd.DataFrame({name: [text]}), f"--set {name}={text}")
         values[name] = checked[name].iloc[0]
-        if name not in tables.COLUMNS and fitted is not None and name in fitted.columns:
+        if name not in COLUMNS and fitted is not None and name in fitted.columns:
             values[name] = _number(name, text)
     return values
 
@@ -171,8 +172,8 @@ def _require(
     fitted: Fitted, known: Mapping[str, Any], settings: Mapping[str, Sequence[Any]]
 ) -> None:
     """Raise naming the first column that the fit needs and nobody gave, and how to give it."""
+    from qscale.columns import COLUMNS  # noqa: PLC0415
     from qscale.provenance import TRAINING_COLUMNS  # noqa: PLC0415
-    from qscale.table import COLUMNS  # noqa: PLC0415
 
     for column in fitted.columns:
         if known.get(column) is not None or settings.get(column):

@@ -52,12 +52,12 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter, validators
 
+from qscale.cli import sweep_shown
 from qscale.cli.console import console, pairs, refuse_existing, table
 from qscale.errors import SweepError
 from qscale.sweep import plan as plans
@@ -65,7 +65,7 @@ from qscale.sweep import store
 from qscale.sweep.estimate import duration, expected
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Mapping
 
     from qscale.sweep.plan import Plan, Task
 
@@ -77,10 +77,8 @@ sweep = App(
 )
 
 DONE, SOME_FAILED, SOME_LEFT = 0, 1, 3
-SHOWN = 10
-"""Failures, damaged parts and such that are listed one by one."""
 
-_Folder = Annotated[Path | None, Parameter(name="--out")]
+_Folder = Annotated[Path | None, Parameter(name="--folder")]
 
 
 @sweep.default
@@ -89,7 +87,7 @@ def run(
     plan: Path,
     /,
     *,
-    out: _Folder = None,
+    folder: _Folder = None,
     engine: Literal["local", "submitit", "dask"] = "local",
     workers: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 1,
     index: Annotated[int | None, Parameter(validator=validators.Number(gte=0))] = None,
@@ -107,7 +105,7 @@ def run(
 
     ```sh
     qscale sweep run plan.toml --dry-run
-    qscale sweep run plan.toml --workers 8 --out on_scratch
+    qscale sweep run plan.toml --workers 8 --folder on_scratch
     qscale sweep run plan.toml --engine submitit --workers 20 \
         --setting slurm_partition=gpu --setting timeout_min=600
     ```
@@ -119,7 +117,7 @@ def run(
     plan
         TOML file: task names a function, [fixed] its parameters, [grid] lists of values to cross,
         [[exclude]] what to leave out, and [[arms]] tables of the same names.
-    out
+    folder
         Folder of the sweep; by default the plan's name ending in .sweep.
     engine
         Where workers run: local processes, jobs of submitit (Slurm), or Dask.
@@ -147,13 +145,13 @@ def run(
 
     read = plans.read(plan)
     tasks.check(read)
-    out = _folder(plan, out)
+    out = _folder(plan, folder)
     chosen = _chosen(read, index)
     settings = _settings(setting)
     records, damaged = store.records(out, (task.hash for task in chosen))
-    _print_damaged(damaged)
+    sweep_shown.print_damaged(damaged)
     left = [task for task in chosen if task.hash not in records]
-    _print_estimate(read, chosen, left, records, workers)
+    sweep_shown.print_estimate(read, chosen, left, records, workers)
     if dry_run:
         return
     store.prepare(out)
@@ -175,7 +173,7 @@ def run(
     elif index is not None:
         remarks = [remark] if (remark := work(job)) else []
     else:
-        with _progress(out, chosen) as tick:
+        with sweep_shown.progress(out, chosen) as tick:
             remarks = engines.run(
                 job, min(workers, len(left)), engine, settings=settings, on_tick=tick
             )
@@ -183,7 +181,7 @@ def run(
 
 
 @sweep.command
-def status(plan: Path, /, *, out: _Folder = None) -> None:
+def status(plan: Path, /, *, folder: _Folder = None) -> None:
     """Say how far a sweep is: done, failed, at work and left, by arm.
 
     Exit status: 0 all tasks are done, 1 some failed and none is left, 2 a mistake in plan or
@@ -191,7 +189,7 @@ def status(plan: Path, /, *, out: _Folder = None) -> None:
 
     ```sh
     qscale sweep status plan.toml
-    qscale sweep status plan.toml --out on_scratch
+    qscale sweep status plan.toml --folder on_scratch
     ```
 
     Next: qscale sweep run goes on with what is left, qscale sweep collect makes a table of what is
@@ -201,11 +199,11 @@ def status(plan: Path, /, *, out: _Folder = None) -> None:
     ----------
     plan
         The plan, as for qscale sweep run.
-    out
+    folder
         Folder of the sweep; by default the plan's name ending in .sweep.
     """
     read = plans.read(plan)
-    out = _folder(plan, out)
+    out = _folder(plan, folder)
     records, damaged = store.records(out, (task.hash for task in read.tasks))
     failed, at_work = store.failed(out), store.at_work(out)
     lines = []
@@ -223,9 +221,9 @@ def status(plan: Path, /, *, out: _Folder = None) -> None:
             )
         )
     console.print(table(str(plan), ("arm", "tasks", *_STATES, "time each", "time left"), lines))
-    _print_damaged(damaged)
-    _print_others(out, read, records)
-    _print_failures(out, [t for t in read.tasks if t.hash in failed])
+    sweep_shown.print_damaged(damaged)
+    sweep_shown.print_others(out, read, records)
+    sweep_shown.print_failures(out, [t for t in read.tasks if t.hash in failed])
     states = [_state(task, records, failed, at_work) for task in read.tasks]
     if {"left", "at work"} & {*states}:
         sys.exit(SOME_LEFT)
@@ -237,7 +235,7 @@ def collect(
     plan: Path,
     /,
     *,
-    out: _Folder = None,
+    folder: _Folder = None,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     others: bool = False,
     force: bool = False,
@@ -259,7 +257,7 @@ def collect(
     ----------
     plan
         The plan, as for qscale sweep run.
-    out
+    folder
         Folder of the sweep; by default the plan's name ending in .sweep.
     output
         Table to write, .parquet; by default rows.parquet in the sweep's folder, written anew.
@@ -271,18 +269,18 @@ def collect(
     from qscale.sweep import collect as collecting  # noqa: PLC0415 - half a second
 
     read = plans.read(plan)
-    out = _folder(plan, out)
+    out = _folder(plan, folder)
     refuse_existing(output, force)
     keys = [task.hash for task in read.tasks]
     wanted = keys + (sorted(store.done(out) - {*keys}) if others else [])
     records, damaged = store.records(out, wanted)
-    _print_damaged(damaged)
+    sweep_shown.print_damaged(damaged)
     if not records:
         raise SweepError(f"{out}: no task of {plan} is done; run the sweep first.")
     for path, rows in collecting.collect(out, records, output or out / "rows.parquet").items():
         console.print(f"{rows:,} rows written to {path}.", markup=False)
     if not others:
-        _print_others(out, read, records)
+        sweep_shown.print_others(out, read, records)
     missing = sum(key not in records for key in keys)
     if missing:
         console.print(f"{missing} of {len(keys)} tasks are not done and not in it.", markup=False)
@@ -301,9 +299,9 @@ def _state(task: Task, records: Mapping[str, Any], failed: set[str], at_work: se
     return "failed" if task.hash in failed else "left"
 
 
-def _folder(plan: Path, out: Path | None) -> Path:
+def _folder(plan: Path, folder: Path | None) -> Path:
     """Return the sweep's folder."""
-    return (out or plan.with_suffix(".sweep")).absolute()
+    return (folder or plan.with_suffix(".sweep")).absolute()
 
 
 def _chosen(read: Plan, index: int | None) -> tuple[Task, ...]:
@@ -333,35 +331,6 @@ def _threads(engine: str, settings: Mapping[str, Any], workers: int) -> int | No
     return max(1, joblib.cpu_count() // workers) if here else None
 
 
-@contextmanager
-def _progress(out: Path, chosen: tuple[Task, ...]) -> Iterator[Callable[[], None]]:
-    """Show how many tasks are done, failed and left, and the time left."""
-    from rich.console import Console  # noqa: PLC0415
-    from rich.progress import (  # noqa: PLC0415
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    stderr = Console(stderr=True)
-    keys = {task.hash for task in chosen}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns, TimeRemainingColumn(), console=stderr, transient=True,
-        disable=not stderr.is_terminal,
-    ) as shown:  # fmt: skip
-        bar = shown.add_task("starting", total=len(keys), completed=len(store.done(out) & keys))
-
-        def tick() -> None:
-            done, failed = len(store.done(out) & keys), len(store.failed(out) & keys)
-            text = f"{done} done, {failed} failed, {len(keys) - done - failed} left"
-            shown.update(bar, completed=done, description=text)
-
-        yield tick
-
-
 def _finish(
     out: Path, read: Plan, chosen: tuple[Task, ...], since: float, remarks: list[str]
 ) -> None:
@@ -373,14 +342,15 @@ def _finish(
         raise SweepError(" ".join(remarks))
     failed = [task for task in chosen if task.hash in tried]
     left = len(keys) - len(done) - len(failed)
+    elsewhere = "" if out == _folder(read.path, None) else f" --folder {out}"
     console.print(
         f"{len(done)} of {len(keys)} tasks done, {len(failed)} failed, {left} left. "
-        f"Collect them with: qscale sweep collect {read.path}",
+        f"Collect them with: qscale sweep collect {read.path}{elsewhere}",
         markup=False,
     )
     for remark in remarks:
         console.print(f"Note: {remark}", markup=False)
-    _print_failures(out, failed)
+    sweep_shown.print_failures(out, failed)
     if left or failed:
         sys.exit(SOME_LEFT if left else SOME_FAILED)
 
@@ -393,71 +363,3 @@ def _fresh(out: Path, key: str, since: float) -> bool:
 def _time(out: Path, key: str) -> float:
     """Return when a part appeared."""
     return (out / store.PARTS / key).stat().st_mtime
-
-
-def _print_estimate(
-    read: Plan,
-    chosen: tuple[Task, ...],
-    left: list[Task],
-    records: Mapping[str, Mapping[str, Any]],
-    workers: int,
-) -> None:
-    """Print how many tasks there are and what they will take."""
-    arms = len({task.arm for task in read.tasks})
-    console.print(
-        f"{read.path}: {len(chosen)} tasks of {read.function}"
-        + (f" in {arms} arms" if arms > 1 else "")
-        + f", {len(records)} done, {len(left)} to do."
-        + (f" {read.repeated} more are repeated and run once." if read.repeated else ""),
-        markup=False,
-    )
-    cost = expected(read.tasks, left, records)
-    if not left:
-        return
-    if cost.seconds is None:
-        console.print("Time left: unknown until a task is done; [cost] can state it.", markup=False)
-        return
-    took = f"{duration(cost.seconds / min(workers, len(left)))} with {workers} workers"
-    rest = f", and {cost.unknown} tasks of unknown cost" if cost.unknown else ""
-    memory = f" Memory: {workers} x {cost.gigabytes:.2g} GB." if cost.gigabytes else ""
-    console.print(f"Time left: about {took}{rest}.{memory}", markup=False)
-
-
-def _print_damaged(damaged: Mapping[str, SweepError]) -> None:
-    """Name the parts that do not count."""
-    for error in damaged.values():
-        console.print(f"Note: {error}; the task counts as not done.", markup=False)
-
-
-def _print_others(out: Path, read: Plan, records: Mapping[str, Mapping[str, Any]]) -> None:
-    """Tell of parts that are not the plan's, and of those that another version of a file made."""
-    others = store.done(out) - {task.hash for task in read.tasks}
-    if others:
-        console.print(
-            f"Note: {len(others)} finished tasks in {out} are not in {read.path}; they are kept, "
-            "and collected only with --others.",
-            markup=False,
-        )
-    if read.source is not None:
-        now = store.file_hash(read.source)
-        older = sum(record.get("code") != now for record in records.values())
-        if older:
-            console.print(
-                f"Note: {older} finished tasks were run by another version of {read.source.name}; "
-                "change a parameter, or take another --out, to run them again.",
-                markup=False,
-            )
-
-
-def _print_failures(out: Path, failed: list[Task]) -> None:
-    """List tasks that failed and what their last attempt said."""
-    for task in failed[:SHOWN]:
-        attempts = store.attempts(out, task.hash)
-        if attempts:
-            console.print(
-                f"Failed: {task.hash} after {len(attempts)} attempts: {attempts[-1]['error']}",
-                markup=False,
-            )
-    if failed:
-        more = f"{len(failed) - SHOWN} more failed. " if len(failed) > SHOWN else ""
-        console.print(f"{more}Tracebacks are in {out / store.FAILED}.", markup=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -14,7 +14,7 @@ from qscale.accessor import Accessor
 from qscale.atomic import write_text
 from qscale.errors import FitError, TableError
 from qscale.fit.effects import Effects, Predictive, condition, mean_variance, predictive, shortened
-from qscale.fit.prediction import predict
+from qscale.fit.estimates import Estimates
 from qscale.fit.summary import Summary, summarize
 from qscale.laws import Law, Published, columns_of, published
 from qscale.table import require
@@ -30,7 +30,7 @@ FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(Estimates):
     """A fitted law with its uncertainty.
 
     Parameters
@@ -144,31 +144,9 @@ class Fit:
             index=pd.Index(self.law.names, name="parameter"),
         )
 
-    @property
-    def params(self) -> pd.Series:
-        """Estimates on the natural scale by parameter."""
-        return self.parameters()["estimate"]
-
-    @property
-    def bse(self) -> pd.Series:
-        """Standard errors on the natural scale by parameter."""
-        return self.parameters()["se"]
-
-    def conf_int(self, alpha: float = 0.1) -> pd.DataFrame:
-        """Intervals of probability ``1 - alpha``: ``low`` and ``high`` by parameter."""
-        return self.parameters(1 - alpha)[["low", "high"]]
-
-    def predict(self, frame: pd.DataFrame, **options: Any) -> pd.DataFrame:
-        """Predict described rows with intervals, see `qscale.fit.prediction.predict`."""
-        return predict(self, frame, **options)
-
     def summary(self, level: float = 0.9) -> Summary:
         """Return a table to print: data, search, parameters with intervals, scatter, notes."""
         return summarize(self, level)
-
-    def _repr_html_(self) -> str:
-        """Return the summary for a notebook."""
-        return self.summary()._repr_html_()
 
     def _ends(self, level: float) -> tuple[np.ndarray, np.ndarray]:
         """Return the ends of the parameters' intervals on the internal scale."""

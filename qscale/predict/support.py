@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from qscale.table import COLUMNS
+from qscale.columns import COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

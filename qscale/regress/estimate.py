@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qscale.columns import COLUMNS
 from qscale.errors import FitError
 from qscale.fit import fit, mixed
 from qscale.fit.effects import Effects
@@ -20,7 +21,7 @@ from qscale.laws.factors import constant
 from qscale.regress import inputs
 from qscale.regress.models import LEARNED, LINEAR, Base, Predictor, fit_learned, fit_linear
 from qscale.regress.regression import Regression
-from qscale.table import COLUMNS, require
+from qscale.table import require
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

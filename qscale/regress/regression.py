@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -11,7 +11,7 @@ from scipy.stats import t as student
 
 from qscale.errors import FitError
 from qscale.fit.effects import Effects, Kind, condition, predictive
-from qscale.fit.prediction import predict
+from qscale.fit.estimates import Estimates
 from qscale.fit.summary import Summary
 from qscale.regress.inputs import check_numbers
 from qscale.regress.models import Linear, Predictor
@@ -29,7 +29,7 @@ _NO_COEFFICIENTS = pd.DataFrame(columns=["estimate", "se", "low", "high"], dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Regression:
+class Regression(Estimates):
     """A fitted regression of a log target.
 
     Parameters
@@ -122,24 +122,6 @@ class Regression:
             index=pd.Index(self.main.inputs.names, name="parameter"),
         )
 
-    @property
-    def params(self) -> pd.Series:
-        """Coefficients of a linear kind by parameter."""
-        return self.parameters()["estimate"]
-
-    @property
-    def bse(self) -> pd.Series:
-        """Standard errors of a linear kind by parameter."""
-        return self.parameters()["se"]
-
-    def conf_int(self, alpha: float = 0.1) -> pd.DataFrame:
-        """Intervals of probability ``1 - alpha``: ``low`` and ``high`` by parameter."""
-        return self.parameters(1 - alpha)[["low", "high"]]
-
-    def predict(self, frame: pd.DataFrame, **options: Any) -> pd.DataFrame:
-        """Predict described rows with intervals, see `qscale.fit.prediction.predict`."""
-        return predict(self, frame, **options)
-
     def summary(self, level: float = 0.9) -> Summary:
         """Return a table to print: data, errors of left-out clusters, coefficients if any."""
         data, spreads = self.data, self.effects.spreads
@@ -157,10 +139,6 @@ class Regression:
         title = f"{self.kind} of log {self.target}"
         notes = (f"inputs: {law}{data.options['formula']}.", *self.notes)
         return Summary(title, facts, coefficients, level, notes)
-
-    def _repr_html_(self) -> str:
-        """Return the summary for a notebook."""
-        return self.summary()._repr_html_()
 
     @property
     def _linear(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import metadata, version
+from string import ascii_lowercase
 from typing import TYPE_CHECKING
 
 from qscale import datasets
@@ -122,15 +123,15 @@ def bibtex(members: Sequence[Evidence]) -> str:
     sources += [
         datasets.describe(m.fit.data.name).citation for m in members if m.fit.data.name in shipped
     ]
-    entries: dict[str, str] = {}
+    papers: dict[str, re.Match[str]] = {}
     # The citation with a title is kept where several sources name one paper.
     for paper in sorted(_papers(sources), key=lambda match: match["title"] is None):
-        entries.setdefault(paper["id"], _entry(paper))
+        papers.setdefault(paper["id"], paper)
     used = ["reml"] if any(m.fit.effects.terms for m in members) else []
     for member in members:
         used += [member.fit.interval, member.fit.data.options.get("likelihood", "huber")]
     methods = [_METHODS[name] for name in used if name in _METHODS]
-    return "\n\n".join(dict.fromkeys([*entries.values(), *methods, _software()]))
+    return "\n\n".join(dict.fromkeys([*_entries([*papers.values()]), *methods, _software()]))
 
 
 def _papers(sources: Sequence[str]) -> list[re.Match[str]]:
@@ -138,23 +139,41 @@ def _papers(sources: Sequence[str]) -> list[re.Match[str]]:
     return [paper for source in sources for paper in _PAPER.finditer(source)]
 
 
-def _entry(paper: re.Match[str]) -> str:
+def _entries(papers: Sequence[re.Match[str]]) -> list[str]:
+    """Return an entry for each paper; keys that would be equal end in a, b, ..."""
+    keys = [_key(paper) for paper in papers]
+    found = []
+    for i, (paper, key) in enumerate(zip(papers, keys, strict=True)):
+        letter = "" if keys.count(key) == 1 else ascii_lowercase[keys[:i].count(key)]
+        found.append(_entry(paper, key + letter))
+    return found
+
+
+def _authors(paper: re.Match[str]) -> list[str]:
+    """Return the names that a citation gives."""
+    return re.split(r", and |, | and ", paper["authors"].removesuffix(" et al."))
+
+
+def _key(paper: re.Match[str]) -> str:
+    """Return first author and year."""
+    return re.sub(r"[^a-z]", "", _authors(paper)[0].lower()) + f"20{paper['id'][:2]}"
+
+
+def _entry(paper: re.Match[str], key: str) -> str:
     """Return the entry of an arXiv paper.
 
     Examples
     --------
-    >>> print(_entry(_papers(["Ouyang et al., A Title, arXiv:2411.17691"])[0]))
+    >>> print(_entry(_papers(["Ouyang et al., A Title, arXiv:2411.17691"])[0], "ouyang2024"))
     @misc{ouyang2024,
       author = {Ouyang and others},
       title = {A Title},
       eprint = {2411.17691}, archivePrefix = {arXiv}, year = {2024}
     }
     """
-    names = re.split(r", and |, | and ", paper["authors"].removesuffix(" et al."))
-    authors = [*names, "others"] if paper["authors"].endswith("et al.") else names
+    authors = [*_authors(paper), *(["others"] * paper["authors"].endswith("et al."))]
     year = f"20{paper['id'][:2]}"
     title = f"  title = {{{paper['title']}}},\n" if paper["title"] else ""
-    key = re.sub(r"[^a-z]", "", names[0].lower()) + year
     return (
         f"@misc{{{key},\n  author = {{{' and '.join(authors)}}},\n{title}"
         f"  eprint = {{{paper['id']}}}, archivePrefix = {{arXiv}}, year = {{{year}}}\n}}"

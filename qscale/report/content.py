@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from qscale import datasets
+from qscale.columns import COLUMNS
 from qscale.fit import INTERVAL_MEANING, explain
 from qscale.laws import published
 from qscale.predict import predict
@@ -21,7 +22,6 @@ from qscale.report.panel import panel
 from qscale.report.svg import drawn
 from qscale.report.tables import count, number
 from qscale.select import exponents_within
-from qscale.table import COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

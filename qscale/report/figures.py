@@ -13,10 +13,10 @@ from matplotlib.mathtext import MathTextParser
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 from scipy.stats import norm
 
+from qscale.columns import COLUMNS
 from qscale.report.evidence import predicted
 from qscale.report.svg import INK, STYLE
 from qscale.report.tables import count
-from qscale.table import COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from qscale.columns import COLUMNS
 from qscale.errors import FitError
 from qscale.fit.grouping import THIS
 from qscale.predict import predict
@@ -14,7 +15,6 @@ from qscale.report.blocks import Panel, Text
 from qscale.report.expression import trees
 from qscale.report.tables import count, number
 from qscale.report.words import middle_settings
-from qscale.table import COLUMNS
 
 if TYPE_CHECKING:
     from qscale.fit import Fit

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from qscale.columns import COLUMNS
 from qscale.fit import STATUS_MEANING
 from qscale.laws import LAWS, is_named
 from qscale.predict import predict
 from qscale.report.evidence import LARGEST, LEAVE_ONE_OUT, fit_options
 from qscale.report.tables import count, number
-from qscale.table import COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

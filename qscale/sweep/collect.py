@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from qscale import table
 from qscale.atomic import replacing
+from qscale.columns import COLUMNS
 from qscale.errors import SweepError, TableError
 from qscale.sweep import store
 from qscale.sweep.tasks import ROWS, TASK
@@ -91,8 +92,8 @@ def _schema(out: Path, kind: str, having: Mapping[str, Mapping[str, Any]]) -> pa
 
 def _measured(schema: pa.Schema) -> pa.Schema:
     """Return the schema of a measurement table: known columns first and of their kind."""
-    known = [pa.field(n, _ARROW[c.kind]) for n, c in table.COLUMNS.items() if n in schema.names]
-    return pa.schema([*known, *(field for field in schema if field.name not in table.COLUMNS)])
+    known = [pa.field(n, _ARROW[c.kind]) for n, c in COLUMNS.items() if n in schema.names]
+    return pa.schema([*known, *(field for field in schema if field.name not in COLUMNS)])
 
 
 def _batches(out: Path, kind: str, keys: list[str], schema: pa.Schema) -> Iterator[pa.RecordBatch]:

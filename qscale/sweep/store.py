@@ -50,7 +50,7 @@ def prepare(out: Path) -> None:
                 raise PermissionError(13, "Permission denied")
     except OSError as error:
         raise SweepError(
-            f"{out}: cannot be the sweep's folder ({error.strerror}); choose another --out."
+            f"{out}: cannot be the sweep's folder ({error.strerror}); choose another --folder."
         ) from error
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from qscale import table
 from qscale.cli import main
+from qscale.columns import COLUMNS
 from qscale.errors import CheckpointError, QscaleError, TextError
 from qscale.measure import features, job
 from qscale.measure.run import measure
@@ -43,7 +44,7 @@ def test_all_features_fill_their_columns_and_side_tables(everything):
     assert row["features"] == ",".join(features.FEATURES)
     theirs = {"quantized_share", "calibration", "calibration_samples", "damping",
               "neg_log_accuracy"}  # fmt: skip
-    assert set(table.COLUMNS) - set(row.index) == theirs
+    assert set(COLUMNS) - set(row.index) == theirs
     assert row["hessian_top"] > row["hessian_bottom"]
     assert row["hessian_top"] < row["hessian_trace"] - row["hessian_bottom"] * len(row)
     exact = row["first_order_delta"] + row["hessian_delta"]

@@ -18,6 +18,7 @@ import torch
 
 from qscale import table
 from qscale.cli import main
+from qscale.columns import COLUMNS
 from qscale.errors import QscaleError, TableError
 from qscale.measure import job, store, weights
 from qscale.measure.curvature import ggn_trace, quadratic_delta
@@ -93,7 +94,7 @@ def test_rows_hold_the_whole_schema_and_tell_settings_apart(rows):
     others = ("hidden_", "head_", "radial_", "sharpness_", "fisher_rao", "relative_flatness",
               "hessian_top", "hessian_bottom", "hessian_delta", "first_order", "gauss_newton_",
               "kronecker_")  # fmt: skip
-    missing = {name for name in table.COLUMNS if name not in rows and not name.startswith(others)}
+    missing = {name for name in COLUMNS if name not in rows and not name.startswith(others)}
     assert missing == {
         "quantized_share", "calibration", "calibration_samples", "damping", "neg_log_accuracy",
     }  # fmt: skip

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qscale.columns import COLUMNS
 from qscale.errors import QscaleError
 from qscale.quantize import format as formats
 from qscale.quantize.format import FORMATS, RULE_WORDS, Format
 from qscale.quantize.setting import LIBRARIES, Setting
-from qscale.table import COLUMNS
 
 
 def possible(*arguments) -> Format | None:

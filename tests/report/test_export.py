@@ -1,6 +1,7 @@
 """Tables, citations and model cards: other programs read them, and their numbers are the fit's."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -107,6 +108,15 @@ def test_citations_name_the_law_its_data_and_its_methods() -> None:
     # The dataset's citation has the title that the law's source leaves out.
     assert "title = {Training Dynamics Impact Post-Training Quantization Robustness}" in text
     assert text.count("{") == text.count("}")
+
+
+def test_two_papers_of_one_author_and_year_have_keys_of_their_own(evidence) -> None:
+    law = replace(
+        evidence.fit.law, source="Liu et al., arXiv:2401.00001; Liu and Wu, arXiv:2402.00002"
+    )
+    member = replace(evidence, law=law)
+    keys = re.findall(r"^@\w+\{(\w+),$", bibtex([member]), re.MULTILINE)
+    assert [key for key in keys if key.startswith("liu")] == ["liu2024a", "liu2024b"]
 
 
 def test_the_methods_paragraph_says_what_was_done(evidence) -> None:

@@ -8,12 +8,12 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
+from qscale.columns import COLUMNS
 from qscale.fit import fit
 from qscale.laws import LAWS, Law, get
 from qscale.laws.factors import constant, offset, power
 from qscale.report import figures
 from qscale.report.svg import INK, to_svg
-from qscale.table import COLUMNS
 from tests.simulations import TRUE, simulate
 
 
