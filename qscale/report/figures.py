@@ -240,6 +240,10 @@ def binned_median(
     )
 
 
+_NAMED = 30
+"""Lines up to which each has its name."""
+
+
 @styled
 def run_exponents(table: pd.DataFrame, estimate: float, *, ax: Axes | None = None) -> Axes:
     """Draw the tokens exponent of each run, by the part of its learning-rate schedule.
@@ -256,14 +260,25 @@ def run_exponents(table: pd.DataFrame, estimate: float, *, ax: Axes | None = Non
     Returns
     -------
     matplotlib.axes.Axes
-        One point a run and setting, with 90 % intervals that take rows as independent.
+        One point a run and setting, with 90 % intervals that take rows as independent; beyond 30
+        of them they stand closer and without names.
     """
-    ax = new_axes(ax, 5.2, 1.2 + 0.2 * len(table))
+    named = len(table) <= _NAMED
+    ax = new_axes(ax, 5.2, 1.2 + (0.2 if named else 0.07) * len(table))
     for i, (part, group) in enumerate(table.groupby("part", sort=False)):
-        bar: dict[str, Any] = {"fmt": MARKERS[i], "ms": 4.5, "color": COLOURS[i], "lw": 1.2}
+        bar: dict[str, Any] = {
+            "fmt": MARKERS[i],
+            "ms": 4.5 if named else 3,
+            "color": COLOURS[i],
+            "lw": 1.2,
+        }
         ax.errorbar(group["exponent"], group.index, xerr=1.645 * group["se"], label=part, **bar)
     ax.axvline(estimate, color=INK, lw=0.9, label="the fit")
-    ax.set_yticks(range(len(table)), [_short(name, 34) for name in table["cluster"]])
+    if named:
+        ax.set_yticks(range(len(table)), [_short(name, 34) for name in table["cluster"]])
+    else:
+        ax.set_yticks([])
+        ax.set_ylabel(f"{table['cluster'].nunique()} runs, a line for each setting")
     for text in ax.get_yticklabels():
         text.set_parse_math(False)
     ax.set_ylim(len(table) - 0.4, -0.6)

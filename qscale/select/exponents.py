@@ -24,7 +24,7 @@ def exponents_within(
     target: str,
     column: str = "tokens",
     cluster: str = "run",
-    settings: Sequence[str] = ("method", "bits", "group_size", "figure"),
+    settings: Sequence[str] = ("method", "bits", "group_size", "figure", "averaging"),
 ) -> pd.DataFrame:
     """Slope of the log target in a log column within each run and quantizer setting.
 
