@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from qscale.cli.console import Seed, console, number, pairs, table
+from qscale.atomic import write_text
+from qscale.cli.console import Seed, console, number, pairs, refuse_existing, table
 from qscale.errors import QscaleError
 
 if TYPE_CHECKING:
@@ -28,6 +31,8 @@ def select(
     cluster: str = "run",
     alpha: float = 0.05,
     seed: Seed = 0,
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
+    force: bool = False,
 ) -> None:
     r"""Add factors to a law as long as a test or held-out runs support them; warn of confounding.
 
@@ -35,11 +40,11 @@ def select(
     qscale select ptq_vs_learning_rate --target relative_delta \
         --where "averaging != 'lawa'" --law ouyang --candidates lr_peak,anneal
     qscale select published_ptq --law kumar --where "bits >= 3" \
-        --candidates method,group_size --offset source
+        --candidates method,group_size --offset source -o chosen.toml
     ```
 
-    Next: qscale fit with the law that is printed, qscale compare --split to test it on what it has
-    not seen.
+    Next: qscale fit --law chosen.toml, qscale compare --split --laws chosen.toml,kumar to test it
+    on what it has not seen.
 
     Parameters
     ----------
@@ -64,12 +69,19 @@ def select(
         Level at which p-values, adjusted for the number of candidates, count as support.
     seed
         Seed of the bootstrap.
+    output
+        Write the law with its supported factors to this .toml file, which --law takes.
+    force
+        Replace an output that is there.
     """
     from qscale import datasets  # noqa: PLC0415
     from qscale import table as tables  # noqa: PLC0415
-    from qscale.laws.user import resolve  # noqa: PLC0415
+    from qscale.laws.user import resolve, to_toml  # noqa: PLC0415
     from qscale.select import select_factors  # noqa: PLC0415
 
+    if output is not None and output.suffix != ".toml":
+        raise QscaleError(f"{output}: a law must end in .toml.")
+    refuse_existing(output, force)
     if not 0 < alpha < 1:
         raise QscaleError(f"--alpha must be between 0 and 1. Got {alpha:g} instead.")
     names = [name.strip() for name in candidates.split(",") if name.strip()]
@@ -87,6 +99,10 @@ def select(
         name=data,
     )
     show(result)
+    if output is not None:
+        note = f"Selected on {data} from {law} and {', '.join(names)}."
+        write_text(output, to_toml(replace(result.law, name=output.stem, note=note)))
+        console.print(f"Written to {output}.", markup=False)
 
 
 def show(result: Selected) -> None:

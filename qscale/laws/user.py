@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,7 @@ from qscale.laws.function import Link, factor_of, find, load, unknown_keys
 from qscale.laws.law import Law
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
 _TOML_KEYS = ("name", "target", "link", "source", "note", "factors")
 _LAW_KEYS = ("name", "target", "columns", "parameters", "link", "source", "note", "derivative")
@@ -102,6 +104,52 @@ def from_toml(path: str | Path) -> Law:
         factors = (compose.natural(*factors),)
     _check_starts(factors, str(path))
     return Law(factors=factors, **texts)
+
+
+def to_toml(law: Law) -> str:
+    """Return the text of a file that `from_toml` reads as the law.
+
+    Parameters
+    ----------
+    law
+        A law whose link is the logarithm, without a Python function among its factors. Options
+        that a factor would have anyway are left out.
+
+    Examples
+    --------
+    >>> from qscale.laws import get
+    >>> print(to_toml(get("curvature")).partition("[[factors]]")[0].splitlines()[0])
+    name = "curvature"
+    """
+    content = law.spec()
+    lines = [f"{key} = {_toml(content[key])}" for key in _TOML_KEYS[:-1] if content.get(key)]
+    for entry in content["factors"]:
+        lines += ["", "[[factors]]"]
+        lines += [f"{key} = {_toml(value)}" for key, value in _unusual(entry).items()]
+    return "\n".join([*lines, ""])
+
+
+def _unusual(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what a factor would have anyway."""
+    kept = {key: value for key, value in entry.items() if value is not None}
+    for key in list(kept):
+        fewer = {k: v for k, v in kept.items() if k != key}
+        try:
+            if compose.spec(compose.from_spec(fewer)) == entry:
+                kept = fewer
+        except FitError:  # it is needed
+            continue
+    return kept
+
+
+def _toml(value: Any) -> str:
+    """Write one value; JSON's texts are TOML's."""
+    if isinstance(value, Mapping):
+        pairs = (f"{key} = {_toml(inner)}" for key, inner in value.items() if inner is not None)
+        return f"{{ {', '.join(pairs)} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
 def from_python(path: str | Path, name: str) -> Law:

@@ -87,6 +87,20 @@ def test_a_law_in_a_file_scores_and_is_selected_from_as_the_same_law_by_name(row
     assert "Supported at 0.05: lr_peak." in capsys.readouterr().out
 
 
+def test_the_selected_law_can_be_fitted_from_its_file(rows, capsys) -> None:
+    call = ["select", "rows.csv", "--law", "ouyang", "--candidates", "lr_peak,weight_decay"]
+    main([*call, "-o", "chosen.toml"])
+    main(["fit", "rows.csv", "--law", "chosen.toml", "-o", "fit.json"])
+    law = json.loads((rows / "fit.json").read_text())["law"]
+    assert law["name"] == "chosen"
+    assert [f["column"] for f in law["factors"] if "column" in f][-1] == "lr_peak"
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as refused:
+        main([*call, "-o", "chosen.toml"])
+    assert refused.value.code == 2
+    assert "chosen.toml exists already" in capsys.readouterr().err
+
+
 def test_select_names_the_factor_that_made_the_data(rows, capsys) -> None:
     main(["select", "rows.csv", "--law", "ouyang", "--candidates", "lr_peak,weight_decay"])
     out = capsys.readouterr().out
@@ -114,6 +128,7 @@ def test_select_names_the_factor_that_made_the_data(rows, capsys) -> None:
         (("select", "--law", "ouyan", "--candidates", "lr_peak"), "Did you mean 'ouyang'"),
         (("select", "--law", "ouyang", "--candidates", "lr_peek"), "lr_peek"),
         (("select", "--law", "ouyang", "--candidates", "bits"), "has this factor already"),
+        (("select", "--law", "ouyang", "--candidates", "lr_peak", "-o", "x.json"), "must end in .toml"),
         (("select", "--law", "ouyang", "--candidates", ","), "--candidates names no factor"),
         (("select", "--law", "ouyang", "--candidates", "lr_peak", "--alpha", "2"), "--alpha must be"),
     ],

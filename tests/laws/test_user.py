@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 
 from qscale.errors import FitError
-from qscale.laws import columns_of, from_spec, get
-from qscale.laws.user import law_from_function, resolve
+from qscale.laws import LAWS, columns_of, from_spec, get
+from qscale.laws.user import from_toml, law_from_function, resolve, to_toml
 
 CHINCHILLA = """
 name = "sum"
@@ -258,3 +258,11 @@ def test_a_function_of_a_session_is_a_law_that_says_it_cannot_be_reloaded(frame)
     )
     with pytest.raises(FitError, match=r"was not defined in a file"):
         from_spec(law.spec())
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_a_law_written_as_toml_is_read_as_the_same_law(tmp_path, name) -> None:
+    law = get(name)
+    path = tmp_path / "law.toml"
+    path.write_text(to_toml(law), encoding="utf-8")
+    assert from_toml(path).spec() == law.spec()
