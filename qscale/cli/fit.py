@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -168,13 +168,12 @@ def summary(result: Fit) -> None:
         markup=False,
     )
     parameters = result.parameters()
-    fixed = data.options["fixed"]
     published = result.published()
     rows = [
         (
             str(name),
             number(row.estimate),
-            "held" if name in fixed else f"{number(row.low)} to {number(row.high)}",
+            _interval(str(name), row, result),
             number(published.values.get(str(name))) if published else "-",
         )
         for name, row in parameters.iterrows()
@@ -201,6 +200,16 @@ def summary(result: Fit) -> None:
             f"Only {data.clusters} clusters: {result.interval} intervals are too narrow with so "
             "few."
         )
+
+
+def _interval(name: str, row: Any, result: Fit) -> str:
+    """Say between what ends a parameter lies, or why there are none."""
+    if name in result.data.options["fixed"]:
+        return "held"
+    if name in result.search.undetermined:
+        return "not determined"
+    low, high = number(row.low), number(row.high)
+    return "-" if "-" in (low, high) else f"{low} to {high}"
 
 
 def _scatter(result: Fit) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -37,7 +38,7 @@ STATUS_MEANING = {
     "converged": "The gradient is zero to tolerance and every parameter is determined.",
     "bound_hit": "A parameter ended on its bound: its interval is one-sided and the data ask for "
     "another form.",
-    "not_identified": "Some parameters cannot be told apart: only their combination is known.",
+    "not_identified": "Some parameters are not determined: at most a combination of them is known.",
     "failed": "No start converged: do not use the numbers.",
 }
 
@@ -65,6 +66,9 @@ class Search:
     notes
         What else a user should know, in sentences: random terms that could not be estimated,
         parameters that trade off.
+    undetermined
+        Parameters that the rows do not determine, if the status is ``not_identified``: they can
+        take any value together, or each of them alone, without changing what is predicted.
     """
 
     status: str
@@ -77,6 +81,15 @@ class Search:
     boots: int
     boots_converged: int
     notes: tuple[str, ...] = ()
+    undetermined: tuple[str, ...] = ()
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Search:
+        """Rebuild from its fields as JSON has them: an infinite delta, or no number, is null."""
+        numbers = {"huber_delta": math.inf, "condition_number": math.nan, "objective": math.nan}
+        missing = {name: value for name, value in numbers.items() if content[name] is None}
+        texts = {name: tuple(content.get(name, ())) for name in ("notes", "undetermined")}
+        return cls(**{**content, **missing, **texts})
 
 
 @dataclass(frozen=True, slots=True)

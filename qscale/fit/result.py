@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -345,9 +346,7 @@ class Fit(Estimates):
             "law": self.law.spec(),
             "parameters": self.values,
             "intervals_90": json.loads(self.parameters().to_json(orient="index")),
-            # JSON has no infinity, the delta of least squares.
-            "search": asdict(self.search)
-            | ({} if np.isfinite(self.search.huber_delta) else {"huber_delta": None}),
+            "search": asdict(self.search),
             "data": asdict(self.data),
             "interval": self.interval,
             "cov": shortened(self.cov),
@@ -359,8 +358,17 @@ class Fit(Estimates):
             "draws": shortened(self.draws),
             "versions": self.versions,
         }
-        return json.dumps(content, indent=None, allow_nan=False)
+        return json.dumps(_nulled(content), indent=None, allow_nan=False)
 
     def save(self, path: str | Path) -> None:
         """Write the fit to a file, all or nothing."""
         write_text(path, self.to_json() + "\n")
+
+
+def _nulled(value: Any) -> Any:
+    """Put null for numbers that are not finite, such as the delta of least squares."""
+    if isinstance(value, dict):
+        return {key: _nulled(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_nulled(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     Array = np.ndarray
 
 NOT_IDENTIFIED = 1e8
+_WORST = 1e18  # condition number beyond what rounding shows
 _MOSTLY_ABSOLUTE = 1e-3
 
 
@@ -92,12 +93,14 @@ def judge(
     free = problem.low < problem.high
     condition, weakest = _conditioning(solution.information(best)[np.ix_(free, free)])
     names = np.array(law.names)
+    undetermined: tuple[str, ...] = ()
     at_bound = names[free & ((theta <= problem.low) | (theta >= problem.high))]
     if not solution.converged[best]:
         status, detail = "failed", f"the best of {len(solution.theta)} starts did not converge"
     elif condition > NOT_IDENTIFIED:
-        status = "not_identified"
-        detail = f"{' and '.join(names[free][weakest])} cannot be told apart on these rows"
+        status, undetermined = "not_identified", tuple(map(str, names[free][weakest]))
+        apart = "cannot be told apart" if len(undetermined) > 1 else "changes no prediction"
+        detail = f"{' and '.join(undetermined)} {apart} on these rows"
     elif len(at_bound):
         status, detail = "bound_hit", f"{', '.join(at_bound)} ended on a bound"
     else:
@@ -118,12 +121,19 @@ def judge(
         boots=0,
         boots_converged=0,
         notes=notes,
+        undetermined=undetermined,
     )
 
 
 def _conditioning(information: Array) -> tuple[float, Array]:
-    """Condition number of the unit-diagonal information and the parameters of its weakest mode."""
-    diagonal = np.sqrt(np.maximum(np.diag(information), 1e-300))
+    """Condition number of the unit-diagonal information and the parameters of its weakest mode.
+
+    Parameters that change nothing, whose information is zero, are such a mode together.
+    """
+    nothing = np.flatnonzero(np.diag(information) <= 1e-300)
+    if len(nothing):
+        return _WORST, nothing
+    diagonal = np.sqrt(np.diag(information))
     values, vectors = np.linalg.eigh(information / np.outer(diagonal, diagonal))
-    condition = float(values[-1] / max(values[0], 1e-18 * values[-1]))
+    condition = float(values[-1] / max(values[0], values[-1] / _WORST))
     return condition, np.flatnonzero(np.abs(vectors[:, 0]) > 0.3)

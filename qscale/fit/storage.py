@@ -55,9 +55,6 @@ def from_json(text: str) -> Fit:
 
 def _rebuild(content: dict[str, Any]) -> Fit:
     """Put the parts together."""
-    search = content["search"]
-    if search["huber_delta"] is None:
-        search["huber_delta"] = np.inf
     theta = np.array(content["theta"], dtype=float)
     profiles, calibration = content["profiles"], content["calibration"]
     return Fit(
@@ -70,7 +67,7 @@ def _rebuild(content: dict[str, Any]) -> Fit:
         draws=np.array(content["draws"], dtype=float).reshape(-1, len(theta)),
         profiles=None if profiles is None else np.array(profiles, dtype=float),
         calibration=None if calibration is None else Calibration.from_json(calibration),
-        search=Search(**{**search, "notes": tuple(search["notes"])}),
+        search=Search.from_json(content["search"]),
         data=Data.from_json(content["data"]),
         versions=content["versions"],
     )

@@ -33,6 +33,8 @@ class Summary:
         Probability of the intervals.
     notes
         What a user should know, in sentences.
+    undetermined
+        Parameters that the rows do not determine, whose numbers mean nothing.
     """
 
     title: str
@@ -40,6 +42,7 @@ class Summary:
     parameters: pd.DataFrame
     level: float
     notes: tuple[str, ...]
+    undetermined: tuple[str, ...] = ()
 
     @property
     def heading(self) -> tuple[str, ...]:
@@ -61,14 +64,20 @@ class Summary:
         if names:
             lines += [rule, " " * width + "".join(f"{text:>14}" for text in self.heading), thin]
         for name, row in zip(names, self._cells(), strict=True):
-            lines.append(f"{name:<{width}}" + "".join(f"{cell:>14}" for cell in row))
+            estimate, se, *ends = row
+            interval = "".join(f"{cell:>14}" for cell in ends)
+            lines.append(f"{name:<{width}}{estimate:>14}{se:>14}{interval:>28}")
         lines.append(rule)
         return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
 
     def _cells(self) -> list[list[str]]:
-        """Parameters as text; what is not known is a dash."""
+        """Parameters as text, ends of intervals last; what is not known is a dash."""
         values = self.parameters[["estimate", "se", "low", "high"]].to_numpy(dtype=float)
-        return [["-" if np.isnan(x) else f"{x:.4g}" for x in row] for row in values]
+        cells = [["-" if np.isnan(x) else f"{x:.4g}" for x in row] for row in values]
+        return [
+            [row[0], "-", "not determined"] if name in self.undetermined else row
+            for name, row in zip(self.parameters.index, cells, strict=True)
+        ]
 
     def _repr_html_(self) -> str:
         """Return the table for a notebook."""
@@ -78,7 +87,8 @@ class Summary:
         )
         head = "".join(f"<th>{text}</th>" for text in ("", *self.heading))
         body = "".join(
-            f"<tr><th>{escape(str(name))}</th>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>"
+            f"<tr><th>{escape(str(name))}</th>{''.join(f'<td>{cell}</td>' for cell in row[:-1])}"
+            f"<td colspan={5 - len(row)}>{row[-1]}</td></tr>"
             for name, row in zip(self.parameters.index, self._cells(), strict=True)
         )
         notes = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
@@ -119,4 +129,4 @@ def summarize(fit: Fit, level: float = 0.9) -> Summary:
         *spreads,
     )
     title = f"{fit.name}: {fit.law.formula}"
-    return Summary(title, facts, fit.parameters(level), level, fit.notes)
+    return Summary(title, facts, fit.parameters(level), level, fit.notes, search.undetermined)
