@@ -159,6 +159,7 @@ def _values(items: list[str]) -> dict[str, float]:
 def summary(result: Fit) -> None:
     """Print a fit: data, equation, parameters, status."""
     from qscale.fit import FEW_CLUSTERS, INTERVAL_MEANING, STATUS_MEANING, explain  # noqa: PLC0415
+    from qscale.fit.record import FEWEST_RESAMPLED  # noqa: PLC0415
 
     data, search = result.data, result.search
     console.print(f"\n[bold]{result.law.name}[/bold]  {result.law.formula}", soft_wrap=True)
@@ -186,16 +187,19 @@ def summary(result: Fit) -> None:
         f"condition number {number(search.condition_number, 2)}.",
         markup=False,
     )
-    for sentence in (INTERVAL_MEANING[result.interval], *_scatter(result), *search.notes):
+    resampled = result.interval == "bootstrap"
+    without = resampled and data.clusters < FEWEST_RESAMPLED  # its note says so
+    meaning = () if without else (INTERVAL_MEANING[result.interval],)
+    for sentence in (*meaning, *_scatter(result), *search.notes):
         console.print(sentence, markup=False)
-    if result.interval == "bootstrap":
+    if resampled and not without:
         console.print(
             f"{search.boots_converged} of {search.boots} refits over {data.cluster} converged."
             + " Intervals need twenty; raise --boots." * (search.boots_converged < 20)
         )
     if published:
         console.print(f"Published: {published.source}, {published.setting}.")
-    if data.clusters < FEW_CLUSTERS[result.interval]:
+    if data.clusters < FEW_CLUSTERS[result.interval] and not without:
         console.print(
             f"Only {data.clusters} clusters: {result.interval} intervals are too narrow with so "
             "few."

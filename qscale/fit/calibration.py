@@ -98,5 +98,5 @@ def check_clusters(groups: int) -> None:
     if groups < _FEWEST:
         raise FitError(
             f"conformal intervals at 90 % need at least {_FEWEST} clusters; there are "
-            f"{groups}. Use --interval model or sandwich."
+            f"{groups}. Choose interval model or sandwich."
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from pandas.api.types import is_numeric_dtype
@@ -13,23 +13,14 @@ from qscale.errors import FitError
 from qscale.fit import mixed
 from qscale.fit.calibration import calibrate, check_clusters
 from qscale.fit.effects import Effects
-from qscale.fit.grouping import design, estimable, parse, with_levels
+from qscale.fit.estimated import estimated
 from qscale.fit.identify import trade_offs
 from qscale.fit.intervals import bootstrap, one_step_bootstrap, pieces, profile, sandwich
-from qscale.fit.likelihood import Rows
-from qscale.fit.options import (
-    check_ceiling,
-    check_delta,
-    check_fixed,
-    check_offsets,
-    check_options,
-    check_random,
-)
-from qscale.fit.record import Data, hash_of
+from qscale.fit.options import as_list, check_choice, check_frame, check_law
+from qscale.fit.record import FEWEST_RESAMPLED, Data, Interval, hash_of
 from qscale.fit.result import Fit
-from qscale.fit.rows import Selection, check_levels, check_measured, copies, select
-from qscale.fit.search import from_starts, judge, robust_scale
-from qscale.laws.factors import offset as offset_factor
+from qscale.fit.rows import copies
+from qscale.fit.search import judge
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,8 +29,8 @@ if TYPE_CHECKING:
 
     from qscale.fit.grouping import Term
     from qscale.fit.likelihood import Family
-    from qscale.fit.record import Interval
-    from qscale.fit.solver import Problem, Solution
+    from qscale.fit.rows import Selection
+    from qscale.fit.solver import Problem
     from qscale.laws import Law
 
     Array = np.ndarray
@@ -53,8 +44,8 @@ def fit(
     law: Law,
     *,
     where: str | None = None,
-    offset: Sequence[str] = (),
-    random: Sequence[str] | None = None,
+    offset: str | Sequence[str] = (),
+    random: str | Sequence[str] | None = None,
     fixed: Mapping[str, float] | None = None,
     cluster: str = "run",
     likelihood: Family = "huber",
@@ -82,10 +73,12 @@ def fit(
     where
         A pandas query that rows must satisfy.
     offset
-        Text columns, such as ``source``, each level of which gets a multiplier of its own.
+        Text column, such as ``source``, each level of which gets a multiplier of its own, or
+        several.
     random
-        Random terms (`qscale.fit.grouping`), such as ``("family", "run", "run:bits")``. None takes
-        the cluster column. Terms whose variance these rows cannot tell are left out with a note.
+        Random term (`qscale.fit.grouping`), such as ``run:bits``, or several, or ``()`` for none.
+        None takes the cluster column. Terms whose variance these rows cannot tell are left out
+        with a note.
     fixed
         Natural-scale values of parameters that are held rather than estimated.
     cluster
@@ -104,9 +97,9 @@ def fit(
         Target above which rows, collapsed ones included, count as above it (right-censored). None
         takes high targets as they are and sets collapsed rows aside.
     interval
-        Where intervals come from, see `Fit`. None is ``model`` where a random term is estimated,
-        else ``bootstrap``; but ``model`` for a single cluster, and from 20,000 clusters
-        ``sandwich``, which is then the same.
+        Where intervals come from, see `Fit`; a bootstrap of fewer than five clusters has none.
+        None is ``model`` where a random term is estimated, else ``bootstrap``; but ``model`` for a
+        single cluster, and from 20,000 clusters ``sandwich``, which is then the same.
     n_boot
         Refits of a bootstrap; 0 gives no intervals.
     seed
@@ -124,16 +117,20 @@ def fit(
     Raises
     ------
     FitError
-        If too few rows or levels are left, a fixed parameter is unknown, or conformal intervals
-        are asked for with too few clusters.
+        If too few rows or levels are left, an option is unknown, or conformal intervals are asked
+        for with too few clusters.
     TableError
-        If a column is missing.
+        If the table is no frame or a column is missing.
     """
+    check_frame(frame, "table")
+    check_law(law)
+    if interval is not None:
+        check_choice("interval", interval, get_args(Interval))
     options: dict[str, Any] = {
         "mapping": dict(mapping or {}),
         "where": where,
-        "offset": list(offset),
-        "random": None if random is None else list(random),
+        "offset": as_list(offset),
+        "random": None if random is None else as_list(random),
         "fixed": dict(fixed or {}),
         "likelihood": likelihood,
         "huber_delta": huber_delta,
@@ -172,83 +169,6 @@ def fit(
     return _with_uncertainty(made, found.model, fitted, found.problem, selection)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Estimated:
-    """A law's estimates before their uncertainty, with all that led to them."""
-
-    selection: Selection
-    law: Law
-    problem: Problem
-    solution: Solution
-    terms: tuple[Term, ...]
-    notes: tuple[str, ...]
-    model: mixed.Model
-    fitted: mixed.Components
-
-
-def estimated(
-    frame: pd.DataFrame, law: Law, options: Mapping[str, Any], cluster: str, name: str
-) -> Estimated:
-    """Select rows, search from every start and estimate all together; arguments as of `fit`."""
-    fixed, random, huber_delta = options["fixed"], options["random"], options["huber_delta"]
-    check_options(options)
-    check_ceiling(options["ceiling"], law)
-    selection, law = _prepare(frame, law, options["offset"], cluster, name, options)
-    check_fixed(law, fixed)
-    check_levels(law, selection.frame, set(fixed), name)
-    check_measured(law, selection, set(fixed), name)
-    check_random(selection.frame, random, law.target, name)
-    problem, solution = from_starts(law, selection, fixed, huber_delta, options["likelihood"])
-    terms, notes = _terms((cluster,) if random is None else random, selection.frame)
-    model = _model(selection, problem, terms, options["likelihood"], huber_delta)
-    pooled = solution.theta[np.argmin(solution.objective)]
-    scale = robust_scale(law, problem, pooled)
-    check_delta(huber_delta, scale)
-    fitted = mixed.estimate(model, pooled, scale)
-    absolute = options["likelihood"] == "huber" and huber_delta
-    if absolute and not terms and not selection.censored.any():
-        # The scale does not move the minimum of a Huber loss with a given delta.
-        fitted = replace(fitted, theta=pooled)
-    return Estimated(selection, law, problem, solution, terms, notes, model, fitted)
-
-
-def _terms(texts: Sequence[str], frame: pd.DataFrame) -> tuple[tuple[Term, ...], tuple[str, ...]]:
-    """Random terms that these rows can estimate, and why the others are left out."""
-    terms, notes = [], []
-    for term in map(parse, texts):
-        why_not = estimable(term, frame)
-        if why_not:
-            notes.append(f"No random effect of {term.text}: {why_not}.")
-        else:
-            terms.append(with_levels(term, frame))
-    return tuple(terms), tuple(notes)
-
-
-def _model(
-    selection: Selection,
-    problem: Problem,
-    terms: tuple[Term, ...],
-    likelihood: Family,
-    huber_delta: float | None,
-) -> mixed.Model:
-    """State the mixed model."""
-    x = problem.design
-    if x is not None:
-        value, gradient = (lambda theta: x @ theta), (lambda _: x)
-    else:
-        value = lambda theta: problem.value(theta[None])[0]  # noqa: E731
-        gradient = lambda theta: problem.gradient(theta[None])[0]  # noqa: E731
-    return mixed.Model(
-        value=value,
-        gradient=gradient,
-        low=problem.low,
-        high=problem.high,
-        effects=design(terms, selection.frame),
-        sizes=tuple(len(term.levels) for term in terms),
-        rows=Rows(selection.observed, selection.censored, selection.noise, likelihood, huber_delta),
-    )
-
-
 def _pooled_interval(selection: Selection) -> Interval:
     """Return how a fit without random effects gets its intervals unless told."""
     clusters = int(selection.clusters.max()) + 1
@@ -284,8 +204,8 @@ def _with_uncertainty(
     drawn = made.interval == "bootstrap" and options["n_boot"]
     if groups == 1 and (drawn or made.interval == "sandwich"):
         raise FitError(
-            f"{made.data.name}: --interval {made.interval} compares clusters, and all rows have "
-            f"the same {made.data.cluster}. Use --interval model, or choose with --cluster."
+            f"{made.data.name}: {made.interval} intervals compare clusters, and all rows have the "
+            f"same {made.data.cluster}. Choose interval model, or another column as cluster."
         )
     variance = np.diag(made.cov)
     own = np.einsum("kii->ik", fitted.cov_slopes)
@@ -299,6 +219,13 @@ def _with_uncertainty(
         return replace(made, profiles=ends)
     if made.interval == "bootstrap" and not options["n_boot"]:
         return made
+    if made.interval == "bootstrap" and groups < FEWEST_RESAMPLED:
+        return _noted(
+            made,
+            f"No intervals: a bootstrap resamples the values of {made.data.cluster}, and {groups} "
+            f"are too few; at least {FEWEST_RESAMPLED} are needed. Choose model intervals, which "
+            "take rows to be independent, sandwich, or another cluster column.",
+        )
     rng = np.random.default_rng(options["seed"])
     if made.interval == "bootstrap" and not made.effects.terms and not selection.censored.any():
         draws = bootstrap(problem, made.theta, clusters, options["n_boot"], rng)
@@ -313,7 +240,25 @@ def _with_uncertainty(
         draws = np.clip(draws, problem.low, problem.high)  # one step can leave the bounds
     cov = np.cov(draws, rowvar=False).reshape(made.cov.shape) if len(draws) > 1 else made.cov
     search = replace(made.search, boots=options["n_boot"], boots_converged=len(draws))
-    return replace(made, draws=draws, cov=cov, search=search)
+    return _without_aside(replace(made, draws=draws, cov=cov, search=search))
+
+
+def _without_aside(made: Fit) -> Fit:
+    """Say which parameters have no interval since percentiles of refits do not hold them."""
+    found = made.parameters()
+    aside = found.index[found["se"].notna() & found["low"].isna()]
+    if not len(aside):
+        return made
+    return _noted(
+        made,
+        f"No interval of {', '.join(aside)}: nearly all refits to resampled {made.data.cluster}s "
+        "lie on one side of the estimate. Choose model or sandwich intervals.",
+    )
+
+
+def _noted(made: Fit, sentence: str) -> Fit:
+    """Add a sentence to what a user should know."""
+    return replace(made, search=replace(made.search, notes=(*made.search.notes, sentence)))
 
 
 def _calibrated(made: Fit, selection: Selection) -> Fit:
@@ -338,36 +283,6 @@ def _calibrated(made: Fit, selection: Selection) -> Fit:
         scores[out] = np.abs(selection.observed[out] - found.mean) / found.sd
     measured = selection.censored == 0
     return replace(made, calibration=calibrate(scores[measured], selection.clusters[measured]))
-
-
-def _prepare(
-    frame: pd.DataFrame,
-    law: Law,
-    offset: Sequence[str],
-    cluster: str,
-    name: str,
-    options: Mapping[str, Any],
-) -> tuple[Selection, Law]:
-    """Select usable rows and add one offset factor per column with more than one level."""
-    check_offsets(frame, offset, name)
-    if offset:
-        frame = frame.assign(**{column: frame[column].fillna("unknown") for column in offset})
-    selection = select(
-        frame,
-        law,
-        where=options["where"],
-        cluster=cluster,
-        name=name,
-        floor=options["floor"],
-        ceiling=options["ceiling"],
-    )
-    extra = []
-    for column in offset:
-        levels = selection.frame[column].value_counts().sort_index().sort_values(kind="stable")
-        if len(levels) > 1:
-            # The most frequent level last: it is the one that the others are coded against.
-            extra.append(offset_factor(column, tuple(map(str, levels.index))))
-    return selection, law.with_factors(*extra)
 
 
 def _data(selection: Selection, law: Law, name: str, cluster: str, options: dict[str, Any]) -> Data:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from numbers import Real
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import pandas as pd
 
 from qscale.errors import FitError, TableError
 from qscale.fit.grouping import parse
+from qscale.fit.likelihood import Family
+from qscale.laws import Law
 from qscale.table import require, require_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from qscale.laws import Law
 
 FINEST_DELTA = 1e-5  # of the residuals' scale; below it the Huber loss has no scale of its own
 
@@ -32,22 +33,58 @@ def check_options(options: Mapping[str, Any]) -> None:
         value = 1.0 if options[name] is None else options[name]
         right = {"floor": value >= 0, "ceiling": True, "huber_delta": value > 0}[name]
         if not (right and np.isfinite(value)):
-            option = f"--{name.replace('_', '-')}"
             raise FitError(
-                f"{option} must be a number, {wanted}. Got {value:g}; leave it out for the default."
+                f"{name} must be a number, {wanted}. Got {value:g}; leave it out for the default."
             )
     for name in ("random", "offset"):
         given = options[name] or ()
         twice = [text for i, text in enumerate(given) if text in given[:i]]
         if twice:
-            raise FitError(f"--{name} {twice[0]} is given twice; give it once.")
+            raise FitError(f"{name} {twice[0]!r} is given twice; give it once.")
+    check_choice("likelihood", options["likelihood"], get_args(Family))
+    n_boot = options["n_boot"]
+    if not isinstance(n_boot, (int, np.integer)) or n_boot < 0:
+        raise FitError(f"n_boot must be a whole number, zero or more. Got {n_boot!r} instead.")
+
+
+def check_choice(name: str, value: object, known: Sequence[str]) -> None:
+    """Raise a `FitError` unless an option has one of the known values."""
+    if value not in known:
+        raise FitError(f"{name} must be one of {', '.join(known)}. Got {value!r} instead.")
+
+
+def check_level(level: object, name: str = "level") -> None:
+    """Raise a `FitError` unless a probability lies between 0 and 1."""
+    if not isinstance(level, Real) or not 0 < float(level) < 1:
+        raise FitError(f"{name} must be between 0 and 1. Got {level!r} instead.")
+
+
+def check_frame(frame: object, name: str) -> None:
+    """Raise a `TableError` unless a table is a frame."""
+    if not isinstance(frame, pd.DataFrame):
+        got = repr(frame) if isinstance(frame, str) or frame is None else type(frame).__name__
+        raise TableError(
+            f"{name} must be a pandas.DataFrame. Got {got} instead; read a file with "
+            "qscale.table.read, a shipped dataset with qscale.datasets.load."
+        )
+
+
+def check_law(law: object) -> None:
+    """Raise a `FitError` unless a law is one."""
+    if not isinstance(law, Law):
+        raise FitError(f"law must be a Law, such as qscale.laws.get('kumar'). Got {law!r} instead.")
+
+
+def as_list(names: str | Sequence[str]) -> list[str]:
+    """Return names as a list, of one for a text."""
+    return [names] if isinstance(names, str) else list(names)
 
 
 def check_ceiling(ceiling: float | None, law: Law) -> None:
     """Raise if no target of a law with the log link can lie under the ceiling."""
     if ceiling is not None and law.link == "log" and ceiling <= 0:
         raise FitError(
-            f"--ceiling must be above zero for law {law.name!r}, whose target has a logarithm. "
+            f"ceiling must be above zero for law {law.name!r}, whose target has a logarithm. "
             f"Got {ceiling:g}."
         )
 
@@ -58,16 +95,17 @@ def check_fixed(law: Law, fixed: Mapping[str, float]) -> None:
     for parameter, value in fixed.items():
         if parameter not in by_name:
             raise FitError(
-                f"--fix {parameter}: law {law.name!r} has no such parameter. "
+                f"parameter {parameter!r} cannot be held: law {law.name!r} has no such parameter. "
                 f"Its parameters are: {', '.join(by_name)}."
             )
         low, high = by_name[parameter].low, by_name[parameter].high
         if not low <= value <= high:
             raise FitError(
-                f"--fix {parameter}: must be between {low:g} and {high:g}. Got {value:g}."
+                f"parameter {parameter!r} must be held between {low:g} and {high:g}. "
+                f"Got {value:g} instead."
             )
     if len(fixed) == len(by_name):
-        raise FitError(f"--fix holds every parameter of law {law.name!r}; leave one to estimate.")
+        raise FitError(f"every parameter of law {law.name!r} is held; leave one to estimate.")
 
 
 def check_offsets(frame: pd.DataFrame, offset: Sequence[str], name: str) -> None:
@@ -82,8 +120,8 @@ def check_offsets(frame: pd.DataFrame, offset: Sequence[str], name: str) -> None
     for column in offset:
         if pd.api.types.is_numeric_dtype(frame[column]):
             raise TableError(
-                f"{name}: --offset {column}: the column holds numbers, and an offset needs text. "
-                f"Use --random {column}, or a text column."
+                f"{name}: offset {column!r}: the column holds numbers, and an offset needs text. "
+                f"Give {column!r} as a random effect, or a text column."
             )
 
 
@@ -98,18 +136,18 @@ def check_random(frame: pd.DataFrame, random: Sequence[str] | None, target: str,
     for text in random or ():
         term = parse(text)
         slopes = (term.slope,) if term.slope else ()
-        require(frame, (*term.columns, *slopes), f"{name}: --random {text}")
+        require(frame, (*term.columns, *slopes), f"{name}: random {text!r}")
         if target in (*term.columns, *slopes):
-            raise TableError(f"{name}: --random {text}: {target!r} is what the law predicts.")
+            raise TableError(f"{name}: random {text!r}: {target!r} is what the law predicts.")
         for column in slopes:
-            require_numbers(frame, [column], f"{name}: --random {text}")
+            require_numbers(frame, [column], f"{name}: random {text!r}")
             values = frame[column].to_numpy(dtype=float, na_value=np.nan)
             bad = np.flatnonzero(~(np.isfinite(values) & (values > 0)))
             if len(bad):
                 raise TableError(
-                    f"{name}: --random {text}: column {column!r} must be above zero in every row "
+                    f"{name}: random {text!r}: column {column!r} must be above zero in every row "
                     f"that is used. Got {values[bad[0]]:g} in {len(bad)} of them; choose rows "
-                    "with --where."
+                    "with where."
                 )
 
 
@@ -117,6 +155,6 @@ def check_delta(huber_delta: float | None, scale: float) -> None:
     """Raise if the Huber loss would be linear practically everywhere."""
     if huber_delta is not None and huber_delta < FINEST_DELTA * scale:
         raise FitError(
-            f"--huber-delta {huber_delta:g} is far below the residuals' scale, "
+            f"huber_delta {huber_delta:g} is far below the residuals' scale, "
             f"{scale:.2g}; give one nearer to it, or leave it out."
         )

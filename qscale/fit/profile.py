@@ -9,7 +9,7 @@ import numpy as np
 
 from qscale.errors import FitError, did_you_mean
 from qscale.fit import mixed
-from qscale.fit.estimate import Estimated, estimated
+from qscale.fit.estimated import Estimated, estimated
 from qscale.fit.intervals import allowed_rise, deviance_rise, profile
 
 if TYPE_CHECKING:

@@ -34,6 +34,10 @@ FEW_CLUSTERS: dict[Interval, int] = {
     "model": 5, "sandwich": 8, "bootstrap": 10, "profile": 5, "conformal": 5,
 }  # fmt: skip
 
+# Two clusters have three distinct resamples. A third of the resamples of four clusters hold no more
+# than two distinct ones, and a tenth of those of five: as many as both tails of a 90 % interval.
+FEWEST_RESAMPLED = 5
+
 STATUS_MEANING = {
     "converged": "The gradient is zero to tolerance and every parameter is determined.",
     "bound_hit": "A parameter ended on its bound: its interval is one-sided and the data ask for "

@@ -130,7 +130,8 @@ class Fit(Estimates):
         pandas.DataFrame
             Indexed by parameter: ``estimate``, ``se``, ``low``, ``high`` on the natural scale. The
             last three are null for parameters that are held or at a bound, and for a bootstrap of
-            fewer than 20 converged refits.
+            fewer than five clusters or 20 converged refits; the ends also where percentiles of a
+            bootstrap do not hold the estimate.
         """
         estimate = self.law.to_natural(self.theta)
         low, high = self._ends(level)
@@ -156,7 +157,10 @@ class Fit(Estimates):
             if len(self.draws) < 20:
                 return (np.full(len(self.theta), np.nan),) * 2
             low, high = np.quantile(self.draws, edges, axis=0)
-            return low, high
+            near = 1e-9 * (1 + np.abs(self.theta))  # rounding of refits to data that fit exactly
+            aside = (self.theta < low - near) | (self.theta > high + near)
+            low, high = np.minimum(low, self.theta), np.maximum(high, self.theta)
+            return np.where(aside, np.nan, low), np.where(aside, np.nan, high)
         if self.profiles is not None and abs(level - 0.9) < 1e-9:
             return self.profiles[:, 0], self.profiles[:, 1]
         se = np.sqrt(np.where(np.diag(self.cov) > 0, np.diag(self.cov), np.nan))
@@ -257,8 +261,8 @@ class Fit(Estimates):
         """
         if not self.effects.terms:
             raise FitError(
-                "the fit has no random effects to update with measured rows; fit again with "
-                "--random run on a table where runs have several rows."
+                "the fit has no random effects to update with measured rows; fit again with random "
+                "effects of run on a table where runs have several rows."
             )
         rows = self._complete(rows)
         require(rows, [self.law.target], "given rows")
@@ -333,7 +337,9 @@ class Fit(Estimates):
         scatter = np.sqrt(np.maximum(found.sd**2 - law_only.sd**2, 0.0) * (kind != "mean") + extra)
         noise = np.random.default_rng(seed).standard_t(max(self.data.clusters - 1, 1), drawn.shape)
         edges = np.quantile(drawn + mean + noise * scatter, probabilities, axis=0)
-        return np.where(np.asarray(probabilities)[:, None] == 0.5, found.mean, edges)
+        side = np.sign(np.asarray(probabilities)[:, None] - 0.5)
+        # The median is the law's own prediction, which percentiles of few refits need not hold.
+        return found.mean + side * np.maximum(side * (edges - found.mean), 0.0)
 
     def published(self) -> Published | None:
         """Return the first set of constants published for the law, if there is one."""

@@ -198,12 +198,12 @@ def matches(frame: pd.DataFrame, where: str, name: str) -> np.ndarray:
     try:
         mask = frame.eval(where, engine="python")
     except Exception as error:  # pandas raises many types for a query that cannot be evaluated
-        raise TableError(f"{name}: --where {where!r} cannot be evaluated ({error}).") from error
+        raise TableError(f"{name}: where {where!r} cannot be evaluated ({error}).") from error
     if isinstance(mask, pd.DataFrame):
-        raise TableError(f"{name}: --where {where!r} assigns; write == to compare.")
+        raise TableError(f"{name}: where {where!r} assigns; write == to compare.")
     mask = np.asarray(pd.Series(mask, index=frame.index).fillna(False))
     if mask.dtype != bool:
-        raise TableError(f"{name}: --where {where!r} must be true or false for each row.")
+        raise TableError(f"{name}: where {where!r} must be true or false for each row.")
     return mask
 
 
@@ -264,7 +264,8 @@ def check_levels(law: Law, frame: pd.DataFrame, fixed: set[str], name: str) -> N
                 raise FitError(
                     f"{name}: column {column!r} has {len(found)} distinct value ({values}) in the "
                     f"{len(frame)} usable rows, but {', '.join(free)} of law {law.name!r} needs at "
-                    f"least {needed}. Add rows, or hold it with --fix {free[0]}=VALUE."
+                    f"least {needed}. Add rows, or hold it with --fix {free[0]}=VALUE, in Python "
+                    f"fixed={{{free[0]!r}: VALUE}}."
                 )
     free_total = len([n for n in law.names if n not in fixed])
     if len(frame) <= free_total:
@@ -289,6 +290,6 @@ def check_measured(law: Law, selection: Selection, fixed: set[str], name: str) -
         raise FitError(
             f"{name}: {measured} of {len(selection.frame)} usable rows are measured ({below} lie "
             f"under their noise floor, {above} over the ceiling), too few for the {free} "
-            f"parameters of law {law.name!r}. Measure on more tokens, lower --floor or raise "
-            "--ceiling."
+            f"parameters of law {law.name!r}. Measure on more tokens, lower the floor or raise "
+            "the ceiling."
         )

@@ -225,7 +225,7 @@ def fit_learned(kind: str, x: Array, y: Array, seed: int) -> Learned:
         if len(y) > _GP_ROWS:
             raise FitError(
                 f"gp takes at most {_GP_ROWS} rows and there are {len(y)}; use boosting, or choose "
-                "rows with --where."
+                "rows with where."
             )
         spread = max(float(y.var()), 1e-6)
         kernel = ConstantKernel(spread, (1e-3 * spread, 1e3 * spread)) * RBF(1.0, (0.1, 1e2))

@@ -73,7 +73,7 @@ def test_one_or_two_clusters_give_a_fit_or_an_error(clusters, interval) -> None:
     table = simulate(between=0.0, within=0.01)
     table["run"] = np.arange(len(table)) % clusters
     if clusters == 1 and interval in ("sandwich", "bootstrap"):
-        with pytest.raises(FitError, match=r"all rows have the same run.*--interval model"):
+        with pytest.raises(FitError, match=r"all rows have the same run.*interval model"):
             ouyang(table, interval=interval)
         return
     found = ouyang(table, interval=interval)
@@ -81,8 +81,11 @@ def test_one_or_two_clusters_give_a_fit_or_an_error(clusters, interval) -> None:
     assert found.values == pytest.approx(TRUE, rel=0.1)
     assert any("No random effect of run" in note for note in found.search.notes)
     parameters = found.parameters()
-    assert (parameters["low"] < parameters["high"]).all()
-    assert (np.diff(found.quantiles(table, np.array([0.05, 0.5, 0.95])), axis=0) > 0).all()
+    if found.interval == "bootstrap":  # of so few it has none
+        assert parameters["low"].isna().all()
+    else:
+        assert (parameters["low"] < parameters["high"]).all()
+        assert (np.diff(found.quantiles(table, np.array([0.05, 0.5, 0.95])), axis=0) > 0).all()
 
 
 def test_conformal_intervals_need_clusters() -> None:
