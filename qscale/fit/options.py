@@ -31,10 +31,10 @@ def check_options(options: Mapping[str, Any]) -> None:
     ranges = {"floor": "zero or more", "ceiling": "finite", "huber_delta": "above zero"}
     for name, wanted in ranges.items():
         value = 1.0 if options[name] is None else options[name]
-        right = {"floor": value >= 0, "ceiling": True, "huber_delta": value > 0}[name]
-        if not (right and np.isfinite(value)):
+        lowest = {"floor": 0.0, "ceiling": -np.inf, "huber_delta": 5e-324}[name]
+        if not isinstance(value, Real) or not lowest <= float(value) < np.inf or value == -np.inf:
             raise FitError(
-                f"{name} must be a number, {wanted}. Got {value:g}; leave it out for the default."
+                f"{name} must be a number, {wanted}. Got {value}; leave it out for the default."
             )
     for name in ("random", "offset"):
         given = options[name] or ()
@@ -99,10 +99,10 @@ def check_fixed(law: Law, fixed: Mapping[str, float]) -> None:
                 f"Its parameters are: {', '.join(by_name)}."
             )
         low, high = by_name[parameter].low, by_name[parameter].high
-        if not low <= value <= high:
+        if not isinstance(value, Real) or not low <= float(value) <= high:
             raise FitError(
                 f"parameter {parameter!r} must be held between {low:g} and {high:g}. "
-                f"Got {value:g} instead."
+                f"Got {value} instead."
             )
     if len(fixed) == len(by_name):
         raise FitError(f"every parameter of law {law.name!r} is held; leave one to estimate.")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
+
+from qscale.columns import COLUMNS
+from qscale.fit.effects import Kind
+from qscale.fit.options import check_choice, check_frame, check_level
+from qscale.table import check, require_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import pandas as pd
 
-    from qscale.fit.effects import Kind
     from qscale.fit.record import Fitted
 
 
@@ -51,18 +55,37 @@ def predict(
     Raises
     ------
     TableError
-        If a column of the fit is missing or null.
+        If a column of the fit is missing, null, of the wrong kind or out of its range; the message
+        names the row, counted from 1.
+    FitError
+        If the kind or a level is not one.
     """
-    result = frame.reset_index(drop=True)
+    check_choice("kind", kind, get_args(Kind))
+    for level in levels:
+        check_level(level, "levels")
+    result = _checked(fit, frame)
     edges = [side * level / 2 for level in levels for side in (-1, 1)]
     quantiles = fit.quantiles(result, np.array([0.5, *(0.5 + e for e in edges)]), kind, seed)
-    result = result.copy()
     without = np.isnan(quantiles[0])
-    result[fit.target] = np.where(without, fit.center(frame), quantiles[0])
+    result[fit.target] = np.where(without, fit.center(result), quantiles[0])
     names = [f"{side}_{100 * level:g}" for level in levels for side in ("low", "high")]
     for name, values in zip(names, quantiles[1:], strict=True):
         result[name] = values
     if fit.target == "delta_loss":
         with np.errstate(over="ignore"):
             result["perplexity_ratio"] = np.exp(result[fit.target])
+    return result
+
+
+def _checked(fit: Fitted, frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows with the fit's columns checked as `qscale.table` does."""
+    check_frame(frame, "what is predicted")
+    result = frame.reset_index(drop=True)
+    given = [column for column in fit.columns if column in frame.columns]
+    if given and len(frame):
+        checked = check(result[given], "prediction")
+        result = result.assign(**{str(column): checked[column] for column in given})
+    # Of columns that the table does not know, the fit has ranges of those that held numbers.
+    other = [c for c in given if c not in COLUMNS and c in fit.data.ranges]
+    require_numbers(result, other, "prediction")
     return result

@@ -11,6 +11,7 @@ from qscale.errors import FitError, did_you_mean
 from qscale.fit import mixed
 from qscale.fit.estimated import Estimated, estimated
 from qscale.fit.intervals import allowed_rise, deviance_rise, profile
+from qscale.fit.options import check_level
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -83,8 +84,7 @@ def profile_likelihood(
             f"{fit.name} has no parameter {parameter!r}; its parameters are: {', '.join(names)}."
             f"{did_you_mean(parameter, names)}"
         )
-    if not 0 < level < 1:
-        raise FitError(f"level must be between 0 and 1. Got {level} instead.")
+    check_level(level)
     found, index = _again(fit, table), names.index(parameter)
     model, fitted = found.model, found.fitted
     if model.low[index] >= model.high[index]:

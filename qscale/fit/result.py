@@ -16,6 +16,7 @@ from qscale.atomic import write_text
 from qscale.errors import FitError, TableError
 from qscale.fit.effects import Effects, Predictive, condition, mean_variance, predictive, shortened
 from qscale.fit.estimates import Estimates
+from qscale.fit.options import check_level
 from qscale.fit.summary import Summary, summarize
 from qscale.laws import Law, Published, columns_of, published
 from qscale.table import require
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 FORMAT = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Fit(Estimates):
     """A fitted law with its uncertainty.
 
@@ -133,6 +134,7 @@ class Fit(Estimates):
             fewer than five clusters or 20 converged refits; the ends also where percentiles of a
             bootstrap do not hold the estimate.
         """
+        check_level(level)
         estimate = self.law.to_natural(self.theta)
         low, high = self._ends(level)
         ends = np.stack([self.law.to_natural(low), self.law.to_natural(high)])

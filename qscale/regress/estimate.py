@@ -14,6 +14,7 @@ from qscale.fit import fit, mixed
 from qscale.fit.effects import Effects
 from qscale.fit.grouping import design, estimable, parse, with_levels
 from qscale.fit.likelihood import Rows
+from qscale.fit.options import check_frame
 from qscale.fit.record import Data, hash_of
 from qscale.fit.rows import Selection, select
 from qscale.laws import Law, get
@@ -136,8 +137,9 @@ def regress(
     FitError
         If the kind or the formula is not known, or there are too few rows or clusters.
     TableError
-        If a column is missing.
+        If the table is no frame or a column is missing.
     """
+    check_frame(frame, "table")
     if kind not in KINDS:
         raise FitError(f"unknown regression {kind!r}; choose one of {', '.join(KINDS)}.")
     if law is not None and kind != "gp":

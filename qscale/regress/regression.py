@@ -12,6 +12,7 @@ from scipy.stats import t as student
 from qscale.errors import FitError
 from qscale.fit.effects import Effects, Kind, condition, predictive
 from qscale.fit.estimates import Estimates
+from qscale.fit.options import check_level
 from qscale.fit.summary import Summary
 from qscale.regress.inputs import check_numbers
 from qscale.regress.models import Linear, Predictor
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _NO_COEFFICIENTS = pd.DataFrame(columns=["estimate", "se", "low", "high"], dtype=float)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Regression(Estimates):
     """A fitted regression of a log target.
 
@@ -107,6 +108,7 @@ class Regression(Estimates):
         FitError
             If the kind has no coefficients.
         """
+        check_level(level)
         model = self.main.model
         if not isinstance(model, Linear):
             raise FitError(f"{self.kind} has no coefficients.")

@@ -9,6 +9,7 @@ from qscale.fit.profile import profile_likelihood
 from qscale.fit.rows import select
 from qscale.report import curves, figures
 from qscale.report.evidence import fit_options
+from qscale.table import require
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,6 +53,7 @@ def residuals(fit: Fit, table: pd.DataFrame, column: str, *, ax: Axes | None = N
     QscaleError
         If the table lacks a column or has no usable row.
     """
+    require(table, [column], fit.data.name)
     return figures.residuals_against(fit, used(fit, table), column, ax=ax)
 
 

@@ -1,0 +1,106 @@
+"""Mistakes made from Python: each is named in a sentence, none is silent."""
+
+import pandas as pd
+import pytest
+
+from qscale.errors import FitError, QscaleError, TableError
+from qscale.laws import Law, get
+from qscale.laws.factors import constant, power
+from qscale.regress import regress
+from tests.simulations import simulate
+
+LAW = get("ouyang")
+ROW = pd.DataFrame({"n_params": [1e9, 1e9], "tokens": 1e11, "bits": 3.0})
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return LAW.fit(simulate(), interval="sandwich")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": -1}, "row 1, column 'tokens' must be between 10000 and 1e.16 tokens. Got -1"),
+        ({"n_params": [1e9, 7]}, "row 2, column 'n_params' must be between 1000 and .* Got 7"),
+        ({"bits": [3, 0]}, "row 2, column 'bits' must be between 0.5 and 32 bits. Got 0"),
+        ({"tokens": "many"}, "row 1, column 'tokens' must be a number .* Got 'many' instead"),
+        ({"bits": None}, "column 'bits' .* is empty in every row"),
+    ],
+)
+def test_described_rows_that_cannot_be_right(fitted, change, message) -> None:
+    with pytest.raises(TableError, match=message):
+        fitted.predict(ROW.assign(**change))
+
+
+def test_numbers_written_as_text_are_numbers(fitted) -> None:
+    text = fitted.predict(ROW.assign(tokens="1e11"))
+    pd.testing.assert_frame_equal(text, fitted.predict(ROW))
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda fit: fit.predict({"tokens": 1e11}), "must be a pandas.DataFrame. Got dict instead"),
+        (lambda fit: fit.predict(ROW, levels=(90,)), "levels must be between 0 and 1. Got 90"),
+        (lambda fit: fit.predict(ROW, kind="new"), "kind must be one of mean, new_checkpoint"),
+        (lambda fit: fit.conf_int(90), "alpha must be between 0 and 1. Got 90 instead"),
+        (lambda fit: fit.conf_int(1.5), "alpha must be between 0 and 1. Got 1.5 instead"),
+        (lambda fit: fit.parameters(90), "level must be between 0 and 1. Got 90 instead"),
+        (lambda fit: fit.plot.residuals("nope"), "no column 'nope'.*Columns are: run, n_params"),
+    ],
+)
+def test_questions_that_a_fit_has_no_answer_to(fitted, ask, message) -> None:
+    with pytest.raises(QscaleError, match=message):
+        ask(fitted)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"interval": "x"}, "interval must be one of model, .*conformal. Got 'x' instead"),
+        ({"likelihood": "cauchy"}, "likelihood must be one of .*huber. Got 'cauchy' instead"),
+        ({"n_boot": -1}, "n_boot must be a whole number, zero or more. Got -1 instead"),
+        ({"floor": "low"}, "floor must be a number, zero or more. Got low"),
+        ({"fixed": {"beta": "x"}}, "'beta' must be held between -30 and 30. Got x instead"),
+        ({"offset": ["a", "a"]}, "^offset 'a' is given twice"),
+    ],
+)
+def test_options_of_a_fit_that_are_none(options, message) -> None:
+    with pytest.raises(FitError, match=message):
+        LAW.fit(simulate(), **options)
+
+
+@pytest.mark.parametrize("table", ["mine.csv", None, {"bits": [3]}])
+def test_a_table_is_a_frame(table) -> None:
+    message = (
+        r"table must be a pandas.DataFrame. Got .* instead; read a file with qscale.table.read"
+    )
+    with pytest.raises(TableError, match=message):
+        LAW.fit(table)
+    with pytest.raises(TableError, match=message):
+        regress(table, kind="ols")
+
+
+def test_a_text_is_one_name() -> None:
+    table = simulate().assign(source=["here", "there", "there"] * 24)
+    found = LAW.fit(table, offset="source", random="run", interval="model")
+    assert found.values == LAW.fit(table, offset=["source"], interval="model").values
+    assert "source[here]" in found.values
+
+
+def test_a_result_is_shown_in_a_line_and_printed_as_its_summary(fitted) -> None:
+    said = "<Fit of ouyang: target delta_loss, rows 72, runs 24, status converged>"
+    assert repr(fitted) == said
+    assert str(fitted) == str(fitted.summary())
+    linear = regress(simulate(), kind="ols")
+    assert repr(linear).startswith("<Regression of ols: target log delta_loss, rows 72, runs 24, ")
+    assert str(linear) == str(linear.summary())
+
+
+def test_text_in_a_column_of_ones_own_is_named() -> None:
+    table = simulate().rename(columns={"tokens": "seen"})
+    law = Law("mine", "delta_loss", (constant("k"), power("seen", "a")))
+    made = law.fit(table, interval="model")
+    with pytest.raises(TableError, match="column 'seen' must hold numbers"):
+        made.predict(pd.DataFrame({"seen": ["many"]}))
