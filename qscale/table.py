@@ -268,18 +268,24 @@ def require(frame: pd.DataFrame, columns: Sequence[str], where: str) -> None:
     Raises
     ------
     TableError
-        Naming the first column that is missing or empty, and how to map another to it.
+        Naming the columns that are missing and how to map others to them, or the first that is
+        empty.
     """
+    missing = [name for name in dict.fromkeys(columns) if name not in frame.columns]
+    if missing:
+        raise TableError(
+            f"{where}: no column {' and no column '.join(map(_with_meaning, missing))}. Columns "
+            f"are: {', '.join(map(str, frame.columns))}. If it has another name, rename it; "
+            f"commands that fit read it with --map {missing[0]}=THEIR_NAME."
+        )
     for name in columns:
-        meaning = COLUMNS[name].meaning if name in COLUMNS else "named by the law"
-        if name not in frame.columns:
-            raise TableError(
-                f"{where}: no column {name!r} ({meaning}). Columns are: "
-                f"{', '.join(map(str, frame.columns))}. "
-                f"Use --map {name}=THEIR_NAME if it has another name."
-            )
         if frame[name].isna().all():
-            raise TableError(f"{where}: column {name!r} ({meaning}) is empty in every row.")
+            raise TableError(f"{where}: column {_with_meaning(name)} is empty in every row.")
+
+
+def _with_meaning(name: str) -> str:
+    """Quote a column, with what it means if the schema knows."""
+    return f"{name!r} ({COLUMNS[name].meaning})" if name in COLUMNS else repr(name)
 
 
 def require_numbers(frame: pd.DataFrame, columns: Sequence[str], where: str) -> None:

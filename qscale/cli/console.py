@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -86,10 +87,20 @@ def numbers(text: str, option: str) -> list[float]:
             value = math.nan
         if not math.isfinite(value):
             raise QscaleError(
-                f"{option} must be numbers separated by commas, such as 3,4. Got {part!r} instead."
+                f"{option} must be numbers separated by commas, such as 3,4. "
+                f"Got {part!r} instead{_plain(part)}."
             )
         values.append(value)
     return values
+
+
+def _plain(text: str) -> str:
+    """Say how a number with a unit, such as 7B or 8GB, is written."""
+    found = re.fullmatch(r"\s*(?P<value>\d+(\.\d+)?)\s*(?P<unit>[kmbgt])b?\s*", text, re.IGNORECASE)
+    if found is None:
+        return ""
+    power = {"k": 3, "m": 6, "b": 9, "g": 9, "t": 12}[found["unit"].lower()]
+    return f"; write {found['value']}e{power}"
 
 
 def group_sizes(text: str, option: str = "--group-size") -> list[int | None]:
@@ -144,8 +155,8 @@ def random_terms(items: Sequence[str] | None) -> list[str] | None:
     return []
 
 
-def refuse_existing(path: Path | None, force: bool) -> None:
-    """Raise before any work if an output is already there.
+def refuse_existing(path: Path | None, force: bool, *endings: str) -> None:
+    """Raise before any work if an output is already there, or ends as another kind of file does.
 
     Raises
     ------
@@ -154,6 +165,8 @@ def refuse_existing(path: Path | None, force: bool) -> None:
     """
     if path is None:
         return
+    if endings and path.suffix not in endings:
+        raise QscaleError(f"--output must end in {' or '.join(endings)}. Got {path} instead.")
     check_place(path)
     if path.exists() and not force:
         raise QscaleError(f"{path} exists already; choose another --output or add --force.")

@@ -109,7 +109,7 @@ def fit(
     from qscale.trackers import of_fit, open_tracker  # noqa: PLC0415
 
     chosen = resolve(law, target)
-    refuse_existing(output, force)
+    refuse_existing(output, force, ".json")
     tracker = open_tracker(track, _note) if track else None
     if boots < 0:
         raise QscaleError(f"--boots must be zero or more. Got {boots} instead.")

@@ -67,12 +67,14 @@ def mix(
     from qscale import table as tables  # noqa: PLC0415
     from qscale.plan.mix import allocate  # noqa: PLC0415
 
-    refuse_existing(output, force)
-    if output is not None and output.suffix != ".toml":
-        raise QscaleError(f"{output}: a mix must end in .toml.")
+    refuse_existing(output, force, ".toml")
     if not matrices:
         raise QscaleError("give the tables that qscale sensitivity wrote, one for each setting.")
-    frame = pd.concat([tables.read(path) for path in matrices], ignore_index=True)
+    parts = [tables.read(path) for path in matrices]
+    for path, part in zip(matrices, parts, strict=True):
+        if not {"matrix", "spec"} <= {*part.columns}:
+            raise QscaleError(f"{path} is not a table that qscale sensitivity wrote.")
+    frame = pd.concat(parts, ignore_index=True)
     settings = {
         spec: _setting(spec) for spec in frame.get("spec", pd.Series(dtype=object)).unique()
     }

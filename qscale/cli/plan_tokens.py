@@ -87,6 +87,8 @@ def tokens(
 
 def _show(loss: Fit, delta: Fit, found: pd.DataFrame, now: float | None) -> None:
     """Print the critical tokens of each setting and what they rest on."""
+    from qscale.predict import outside  # noqa: PLC0415
+
     console.print(
         f"\nloss_fp: {loss.name} fitted on {loss.data.rows} rows of {loss.data.name}. "
         f"{delta.target}: {delta.name} fitted on {delta.data.rows} rows of {delta.data.name}.",
@@ -107,7 +109,9 @@ def _show(loss: Fit, delta: Fit, found: pd.DataFrame, now: float | None) -> None
     past = () if now is None else (f"{number(now, 3)} is past it",)
     heading = (*shown, "critical tokens", "90 % interval", "draws without", "loss there", *past)
     console.print(table("", heading, rows))
-    for sentence in remarks(loss, delta, found):
+    # Beyond the fitted tokens is said of the critical ones, not of those so far.
+    unseen = outside(delta, found.drop(columns="tokens", errors="ignore"))
+    for sentence in (*remarks(loss, delta, found), *unseen):
         console.print(f"Note: {sentence}", markup=False)
 
 

@@ -76,7 +76,7 @@ def regress(
     from qscale.regress import regress as fit_regression  # noqa: PLC0415
 
     under = None if law is None else resolve(law, target)
-    refuse_existing(output, force)
+    refuse_existing(output, force, ".fit", ".json")
     mapping = pairs(map_ or [], "--map")
     frame = tables.read(datasets.find(data), mapping)
     with console.status("Refitting without a part of the clusters at a time"):

@@ -79,9 +79,7 @@ def select(
     from qscale.laws.user import resolve, to_toml  # noqa: PLC0415
     from qscale.select import select_factors  # noqa: PLC0415
 
-    if output is not None and output.suffix != ".toml":
-        raise QscaleError(f"{output}: a law must end in .toml.")
-    refuse_existing(output, force)
+    refuse_existing(output, force, ".toml")
     if not 0 < alpha < 1:
         raise QscaleError(f"--alpha must be between 0 and 1. Got {alpha:g} instead.")
     names = [name.strip() for name in candidates.split(",") if name.strip()]

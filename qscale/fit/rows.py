@@ -105,12 +105,16 @@ def select(
     FitError
         If no usable row is left.
     """
-    require(frame, law.columns, name)
+    require(frame, (*law.columns, law.target), name)
     require_numbers(frame, [law.target], name)
     if law.target in law.columns:
         raise FitError(f"{name}: law {law.name!r} reads {law.target!r}, which it is to predict.")
     if cluster not in frame.columns:
-        raise TableError(f"{name}: no column {cluster!r} to cluster by; choose one with --cluster.")
+        raise TableError(
+            f"{name}: no column {cluster!r} to cluster by; choose one with --cluster, or "
+            f"read it under this name with --map {cluster}=THEIR_NAME. Columns are: "
+            f"{', '.join(map(str, frame.columns))}."
+        )
     reasons: list[SetAside] = []
 
     def keep(rows: pd.DataFrame, mask: np.ndarray, reason: str) -> pd.DataFrame:

@@ -105,9 +105,9 @@ def _tested(evidence: Evidence, group: Group) -> list[str]:
         summary = group.summary.get((evidence.label, protocol))
         if summary is not None:
             found.append(
-                f"With {what}, the median error on the rows left out was a factor of "
-                f"{times(summary.error)}, and {percent(summary.coverage[90])} of them lay in their "
-                "90 % prediction intervals."
+                f"With {what}{summary.except_for}, the median error on the rows left out was a "
+                f"factor of {times(summary.error)}, and {percent(summary.coverage[90])} of them "
+                "lay in their 90 % prediction intervals."
             )
     return found
 

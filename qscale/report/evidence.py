@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -107,8 +108,8 @@ class Summary:
 
     Parameters
     ----------
-    splits
-        Number of splits.
+    splits, failed
+        Number of splits that could be scored, and of those that could not.
     error, lowest, highest
         Median absolute log error of a split: mean, lowest and highest.
     coverage
@@ -116,10 +117,16 @@ class Summary:
     """
 
     splits: int
+    failed: int
     error: float
     lowest: float
     highest: float
     coverage: dict[int, float]
+
+    @property
+    def except_for(self) -> str:
+        """Say how many of the splits could not be scored, if any."""
+        return f" (but for {self.failed} that could not be scored)" if self.failed else ""
 
 
 Summaries = dict[tuple[str, str], Summary]
@@ -149,8 +156,19 @@ def predicted(fit: Fit, rows: pd.DataFrame) -> np.ndarray:
     return fit.law.unlinked(np.broadcast_to(location, len(rows)))
 
 
-def gather(label: str, fit: Fit, table: pd.DataFrame) -> Evidence:
+def gather(label: str, fit: Fit, table: pd.DataFrame, name: str | None = None) -> Evidence:
     """Select a fit's rows from its table again, and make the fit again as a check.
+
+    Parameters
+    ----------
+    label
+        Name of the fit in the report.
+    fit
+        The fit.
+    table
+        The table it was fitted to, or another with the same columns.
+    name
+        Name of the table in messages; by default that of the fit's own.
 
     Raises
     ------
@@ -159,7 +177,7 @@ def gather(label: str, fit: Fit, table: pd.DataFrame) -> Evidence:
     """
     options = fit_options(fit)
     law = fit.law.without_offsets()
-    name = fit.data.name
+    name = name or fit.data.name
     refitted = fit_law(table, law, **{**options, "interval": "model"}, name=name)
     filled = {column: table[column].fillna("unknown") for column in options["offset"]}
     numbered = table.assign(**filled, **{_ROW: np.arange(len(table))})
@@ -269,9 +287,11 @@ def _leave_out(
 def summarize(scores: pd.DataFrame) -> Summaries:
     """Summarize scores over the splits of each fit and protocol, those that could be scored."""
     scored = scores.dropna(subset=["median_abs_log_error"])
+    asked = Counter(zip(scores["fit"], scores["protocol"], strict=True))
     return {
         (str(fit), str(protocol)): Summary(
             splits=len(part),
+            failed=asked[(fit, protocol)] - len(part),
             error=float(part["median_abs_log_error"].mean()),
             lowest=float(part["median_abs_log_error"].min()),
             highest=float(part["median_abs_log_error"].max()),

@@ -160,8 +160,9 @@ def _cost(evidence: Evidence) -> str:
     fit, settings = evidence.fit, middle_settings(evidence)
     result = predict(fit, settings)
     offsets = [f.options["column"] for f in fit.law.factors if f.kind == "offset"]
-    where = listed([*described(settings), *(f"the average {column}" for column in offsets)])
-    at = f"At {where}, the middle of its {plural(fit.data.rows, 'row')}, "
+    known = [*described(settings), *(f"the average {column}" for column in offsets)]
+    rows = f"the middle of its {plural(fit.data.rows, 'row')}"
+    at = f"At {listed(known)}, {rows}, " if known else f"In {rows}, "
     parts: list[str] = []
     columns = result[[fit.law.target, "low_90", "high_90"]].to_numpy()
     for i, numbers in enumerate(columns):
@@ -211,7 +212,7 @@ def _sureness(label: str, held_out: HeldOut, summary: Summaries) -> str:
         low, high = map(off_by if scores.error < SMALL else times, ends)
         spread = f" ({low} to {high} over {scores.splits})"
         parts.append(
-            f"on {unseen}, its typical error was {off_by(scores.error)}"
+            f"on {unseen}{scores.except_for}, its typical error was {off_by(scores.error)}"
             f"{spread if scores.splits > 1 else ''} and {percent(scores.coverage[90])} of the "
             "measured values lay in its 90 % intervals"
         )

@@ -119,11 +119,12 @@ def write_report(
         fits = dict(zip(labels(fits), map(find, fits), strict=True))
     if not fits:
         raise QscaleError("a report needs at least one fit. Make one with qscale fit.")
+    name = None if table is None else str(table)
     loaded: dict[tuple[object, ...], pd.DataFrame] = {}
     evidence = []
     for label, fit in fits.items():
         progress(f"{label}: refitting")
-        evidence.append(gather(label, fit, _table(fit, table, loaded)))
+        evidence.append(gather(label, fit, _table(fit, table, loaded), name))
     groups = [
         Group(tuple(members), held_out(members, n_boot=n_boot, progress=progress))
         for members in comparable(evidence)

@@ -46,6 +46,7 @@ def data(tmp_path, monkeypatch):
     )
     table.write(rows, "rows.csv")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.json").mkdir()
     return tmp_path
 
 
@@ -84,7 +85,7 @@ def data(tmp_path, monkeypatch):
         (("--target", "bits"), "law 'ouyang' reads 'bits', which it is to predict"),
         (("--map", "x=tokens", "--map", "y=tokens"), "column 'tokens' is read as 'x' and 'y'"),
         (("--where", "bits = 3"), "'bits = 3' assigns; write =="),
-        (("-o", "folder", "--force"), "folder: is not a file that can be replaced"),
+        (("-o", "folder.json", "--force"), "folder.json: is not a file that can be replaced"),
         (("-o", "rows.csv/fit.json"), "rows.csv is not a folder that you can write to"),
     ],
 )
@@ -237,6 +238,13 @@ def test_a_missing_interval_is_explained_and_an_undetermined_one_warns_of_nothin
         (("regress", "--kind", "forest", "--formula", "infinite"), "row 4, column 'infinite'"),
         (("regress", "--kind", "ols", "--target", "method"), "'method' must hold numbers"),
         (("regress", "--kind", "forest", "--seed", "99999999999"), "--seed"),
+        (("fit", "--law", "ouyang", "-o", "rows.csv", "--force"), "--output must end in .json"),
+        (("regress", "--kind", "ols", "-o", "rows.csv", "--force"), "must end in .fit or .json"),
+        (("compare", "--split", "run", "--regressions", "foo"), "unknown regression 'foo'"),
+        (
+            ("fit", "--law", "curvature", "--target", "kl"),
+            "no column 'quadratic_delta'.*and no column 'kl'",
+        ),
         (("select", "--law", "ouyang", "--candidates", "method", "--seed", "-1"), "--seed"),
         (("select", "--law", "ouyang", "--candidates", "delta_loss"), "is what the law predicts"),
         (
@@ -257,7 +265,17 @@ def test_a_missing_interval_is_explained_and_an_undetermined_one_warns_of_nothin
     ],
 )
 def test_an_option_of_other_commands(data, capsys, arguments, message) -> None:
+    before = (data / "rows.csv").read_bytes()
     assert re.search(message, mistake(capsys, arguments[0], "rows.csv", *arguments[1:]))
+    assert (data / "rows.csv").read_bytes() == before
+
+
+def test_a_table_of_another_kind_and_numbers_with_units(data, capsys) -> None:
+    message = mistake(capsys, "plan", "mix", "rows.csv", "--bits-per-weight", "4")
+    assert "rows.csv is not a table that qscale sensitivity wrote" in message
+    run(capsys, *FIT, "-o", "fit.json")
+    message = mistake(capsys, "plan", "pareto", "fit.json", "--loss", "fit.json", "--memory", "8GB")
+    assert "Got '8GB' instead; write 8e9" in message
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def evidence(frame: pd.DataFrame, law: str = "ouyang", n_boot: int = 100, **opti
 
 
 def summary(coverage_50: float = 0.5, coverage_90: float = 0.9, protocol: str = LEAVE_ONE_OUT):
-    scores = Summary(4, 0.1, 0.05, 0.2, {50: coverage_50, 90: coverage_90})
+    scores = Summary(4, 0, 0.1, 0.05, 0.2, {50: coverage_50, 90: coverage_90})
     return {("x", protocol): scores}
 
 

@@ -18,9 +18,9 @@ from qscale.laws import Law, get
 from qscale.laws.factors import constant, power
 from qscale.report import write_report
 from qscale.report.content import QUESTION
-from qscale.report.evidence import gather
+from qscale.report.evidence import LEAVE_ONE_OUT, HeldOut, gather, summarize
 from qscale.report.tables import escape_markdown, number
-from qscale.report.words import command
+from qscale.report.words import command, headline
 from qscale.report.write import fenced
 from tests.report.conftest import EVIL, rows
 
@@ -365,3 +365,19 @@ def test_frames_are_not_changed(folder) -> None:
     before = frame.copy()
     gather("x", load(folder / "ouyang.json"), frame)
     pd.testing.assert_frame_equal(frame, before)
+
+
+def test_a_law_of_bits_alone_has_an_answer_too(tmp_path) -> None:
+    frame = rows()
+    table.write(frame, tmp_path / "rows.csv")
+    law = Law("bits", "delta_loss", (constant("k"), power("bits", "g", sign=-1)))
+    made = fit(frame, law, n_boot=0, name=str(tmp_path / "rows.csv"))
+    evidence = gather("bits", made, frame)
+    scores = pd.DataFrame({
+        "fit": "bits", "protocol": LEAVE_ONE_OUT, "held_out": ["a", "b"], "rows": 3,
+        "median_abs_log_error": [0.2, None], "coverage_50": 0.5, "coverage_90": 1.0,
+    })  # fmt: skip
+    held = HeldOut(scores, "family", len(frame), (), scores.iloc[:0])
+    said = headline(evidence, held, summarize(scores))
+    assert f"In the middle of its {made.data.rows} rows, quantization" in said
+    assert "each family left out (but for 1 that could not be scored)" in said
