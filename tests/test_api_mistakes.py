@@ -35,7 +35,10 @@ def test_described_rows_that_cannot_be_right(fitted, change, message) -> None:
 
 def test_numbers_written_as_text_are_numbers(fitted) -> None:
     text = fitted.predict(ROW.assign(tokens="1e11"))
-    pd.testing.assert_frame_equal(text, fitted.predict(ROW))
+    numbers = fitted.predict(ROW)
+    pd.testing.assert_frame_equal(text.drop(columns="tokens"), numbers.drop(columns="tokens"))
+    whole = fitted.predict(ROW.assign(bits=3))
+    assert whole["bits"].dtype == int  # what was given comes back as it was
 
 
 @pytest.mark.parametrize(

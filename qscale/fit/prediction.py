@@ -63,11 +63,12 @@ def predict(
     check_choice("kind", kind, get_args(Kind))
     for level in levels:
         check_level(level, "levels")
-    result = _checked(fit, frame)
+    rows = _checked(fit, frame)
     edges = [side * level / 2 for level in levels for side in (-1, 1)]
-    quantiles = fit.quantiles(result, np.array([0.5, *(0.5 + e for e in edges)]), kind, seed)
+    quantiles = fit.quantiles(rows, np.array([0.5, *(0.5 + e for e in edges)]), kind, seed)
     without = np.isnan(quantiles[0])
-    result[fit.target] = np.where(without, fit.center(result), quantiles[0])
+    result = frame.reset_index(drop=True).copy()
+    result[fit.target] = np.where(without, fit.center(rows), quantiles[0])
     names = [f"{side}_{100 * level:g}" for level in levels for side in ("low", "high")]
     for name, values in zip(names, quantiles[1:], strict=True):
         result[name] = values
