@@ -45,8 +45,8 @@ app = App(
     result_action="return_value",
 )
 for _name in (
-    "datasets", "laws", "fit", "regress", "predict", "plan", "measure", "quantize", "sensitivity",
-    "specs", "plot", "report", "compare", "select", "sweep",
+    "datasets", "fits", "laws", "fit", "regress", "predict", "plan", "measure", "quantize",
+    "sensitivity", "specs", "plot", "report", "compare", "select", "sweep",
 ):  # fmt: skip
     app.command(f"{__name__}.{_name}:{_name}", name=_name, help=docstring(_name, _name))
 app.command(

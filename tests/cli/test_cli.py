@@ -77,6 +77,8 @@ def test_laws_and_datasets_are_listed(capsys) -> None:
     assert all(name in listed for name in ("ouyang", "kumar", "chen", "lr_anneal", "chinchilla"))
     assert "k = 0.017" in run(capsys, "laws", "ouyang")
     assert "published_ptq" in run(capsys, "datasets")
+    assert "published_rtn_kumar" in run(capsys, "fits")
+    assert "gamma_post" in run(capsys, "fits", "published_rtn_kumar")
     assert "OPT-66B" in run(capsys, "datasets", "published_ptq")
 
 
