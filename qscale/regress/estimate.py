@@ -150,7 +150,9 @@ def regress(
     options: dict[str, Any] = {"where": where, "cluster": cluster, "name": name}
     require(frame, [target], name)
     rows = under or Law(kind, target, (constant("k"),))
-    terms = _terms(select(frame, rows, **options).frame, kind, target, formula, name)
+    usable = select(frame, rows, **options).frame
+    terms = _terms(usable, kind, target, formula, name)
+    out = () if formula else _unused(usable, kind, terms, target)
     selection = select(frame, rows, needed=inputs.columns_in(terms), **options)
     task = _Task(kind, target, terms, under, cluster, seed, name)
     groups = int(selection.clusters.max()) + 1
@@ -173,7 +175,7 @@ def regress(
         typical=0.0,
         median_error=float(np.median(np.abs(residuals))),
         data=_data(selection, (*inputs.columns_in(terms), *rows.columns), target, task, record),
-        notes=(*notes, *said),
+        notes=(*out, *notes, *said),
         versions={p: version(p) for p in ("qscale", "numpy", "scikit-learn", "statsmodels")},
     )
     if kind in LINEAR:
@@ -199,6 +201,17 @@ def _terms(
             "name the inputs in a formula."
         )
     return tuple(found)
+
+
+def _unused(frame: pd.DataFrame, kind: str, terms: tuple[str, ...], target: str) -> tuple[str, ...]:
+    """Say which columns that vary and that some kind takes are no inputs of this one, and why."""
+    used = (*inputs.columns_in(terms), target)
+    every = [c for c in dict.fromkeys((*_SETTING, *_LANDSCAPE, "method", "fmt")) if c not in used]
+    rest = [c for c in every if c in frame.columns and frame[c].nunique() > 1]
+    reasons = {c: inputs.why_not(frame[c]) or f"not among those of {kind}" for c in rest}
+    listed = ", ".join(f"{column} ({reason})" for column, reason in reasons.items())
+    text = f"left out of the default inputs: {listed}; a formula can name other inputs."
+    return (text,) if rest else ()
 
 
 def _left_out(task: _Task, selection: Selection) -> tuple[Array, tuple[Predictor, ...]]:

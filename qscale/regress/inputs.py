@@ -210,12 +210,19 @@ def default_terms(frame: pd.DataFrame, numbers: Sequence[str], texts: Sequence[s
     """
     terms = []
     for column in (*numbers, *texts):
-        values = frame[column].dropna() if column in frame.columns else pd.Series(dtype=float)
-        if len(values) < _MOSTLY_KNOWN * len(frame) or values.nunique() < 2:
+        if column not in frame.columns or why_not(frame[column]):
             continue
-        positive = column in numbers and bool((values > 0).all()) and not column.endswith("_db")
-        terms.append(f"log({column})" if positive else column)
+        positive = column in numbers and bool((frame[column].dropna() > 0).all())
+        terms.append(f"log({column})" if positive and not column.endswith("_db") else column)
     return terms
+
+
+def why_not(values: pd.Series) -> str:
+    """Say why a column is no default input; empty if it varies and is known in nine of ten rows."""
+    known = values.dropna()
+    if len(known) < _MOSTLY_KNOWN * len(values):
+        return f"known in {len(known)} of {len(values)} rows"
+    return "does not vary" if known.nunique() < 2 else ""
 
 
 def labels_of(frame: pd.DataFrame, column: str) -> Array:

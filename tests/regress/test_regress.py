@@ -308,3 +308,17 @@ def test_the_summary_of_a_forest_has_no_coefficients(table) -> None:
     assert forest._repr_html_().count("<table>") == 1
     with pytest.raises(FitError, match="forest has no coefficients"):
         forest.conf_int()
+
+
+def test_columns_that_the_default_inputs_leave_out_are_named() -> None:
+    table = simulate().assign(sqnr_db=np.nan, fmt="int")
+    table.loc[:40, "sqnr_db"] = np.linspace(10, 20, 41)
+    left = "left out of the default inputs: "
+    (note,) = regress(table, kind="forest").notes
+    assert note.startswith(
+        left + "tokens (not among those of forest), sqnr_db (known in 41 of 72 rows); "
+    )
+    (note,) = regress(table, kind="ols").notes
+    assert note.startswith(left + "sqnr_db (known in 41 of 72 rows); ")
+    assert not regress(table, kind="ols", formula="log(bits)").notes
+    assert not regress(table.drop(columns="sqnr_db"), kind="ols").notes
