@@ -111,8 +111,8 @@ def select(
         raise FitError(f"{name}: law {law.name!r} reads {law.target!r}, which it is to predict.")
     if cluster not in frame.columns:
         raise TableError(
-            f"{name}: no column {cluster!r} to cluster by; choose one with --cluster, or "
-            f"read it under this name with --map {cluster}=THEIR_NAME. Columns are: "
+            f"{name}: no column {cluster!r} to cluster by; give another as cluster, or "
+            f"rename one to it (--map {cluster}=THEIR_NAME). Columns are: "
             f"{', '.join(map(str, frame.columns))}."
         )
     reasons: list[SetAside] = []

@@ -207,7 +207,7 @@ def _unused(frame: pd.DataFrame, kind: str, terms: tuple[str, ...], target: str)
     """Say which columns that vary and that some kind takes are no inputs of this one, and why."""
     used = (*inputs.columns_in(terms), target)
     every = [c for c in dict.fromkeys((*_SETTING, *_LANDSCAPE, "method", "fmt")) if c not in used]
-    rest = [c for c in every if c in frame.columns and frame[c].nunique() > 1]
+    rest = [c for c in every if c in frame.columns and len(frame[c].dropna().unique()) > 1]
     reasons = {c: inputs.why_not(frame[c]) or f"not among those of {kind}" for c in rest}
     listed = ", ".join(f"{column} ({reason})" for column, reason in reasons.items())
     text = f"left out of the default inputs: {listed}; a formula can name other inputs."
