@@ -4,7 +4,7 @@ Everything is fitted to the shipped table ``controlled_sweep``; nothing is train
 
     python examples/controlled_sweep/analysis.py
 
-prints the tables and draws ``out/controlled_sweep.png``.
+prints the tables and, with ``--figure out/controlled_sweep.png``, draws a figure.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ BESIDE = Law(
 UNFITTED = "q, nothing fitted"
 PLANNED = ("kumar", "ouyang", "lr_power", "lr_anneal")
 """Laws of what is known before training."""
-COMPOSED = ("ggn_trace", "noise_per_weight", "quadratic_delta", "delta_loss", "kl")
-"""Curvature, noise, their product, and what that product predicts."""
+COMPOSED = ("ggn_trace", "hessian_top", "noise_per_weight", "quadratic_delta", "delta_loss", "kl")
+"""Curvature, noise, the product of trace and noise, and what that product predicts."""
 DIRECTED = ("quadratic_delta", "gauss_newton_delta", "kronecker_delta", "hessian_delta")
 """Trace times noise, and products of curvature with the quantizer's own error."""
 NESTED = {
     "loss": "log(loss_fp)",
     "+ noise and norm": "log(loss_fp) + sqnr_db + log(weight_norm)",
-    "+ Gauss-Newton trace": "log(loss_fp) + sqnr_db + log(weight_norm) + log(ggn_trace)",
+    "+ top eigenvalue": "log(loss_fp) + sqnr_db + log(weight_norm) + log(hessian_top)",
+    "+ trace instead": "log(loss_fp) + sqnr_db + log(weight_norm) + log(ggn_trace)",
     "+ q": "log(loss_fp) + sqnr_db + log(weight_norm) + log(ggn_trace) + log(quadratic_delta)",
     "q alone": "log(quadratic_delta)",
 }
@@ -158,18 +159,24 @@ def versus(errors: pd.DataFrame, one: str, other: str) -> pd.DataFrame:
     return pd.DataFrame(found).T
 
 
+def law_of_training(target: str, rows: pd.DataFrame) -> Law:
+    """Return a product of powers of how a checkpoint was trained, of what varies in the rows."""
+    varied = [f for f in TRAINED if rows[list(f.columns)].nunique().gt(1).all()]
+    return Law(target, target, (constant("k"), *varied))
+
+
 def exponents(frame: pd.DataFrame, targets: Sequence[str]) -> pd.DataFrame:
     """Fit how a checkpoint was trained to several quantities, at one setting: exponents and SE."""
     one = frame[(frame["bits"] == 4) & (frame["group"] == "g32")]
     one = one.assign(noise_per_weight=one["quantization_noise"] / one["n_params"])
     found = {}
     for target in targets:
-        made = fit(one, Law(target, target, (constant("k"), *TRAINED)))
-        parameters = made.parameters().loc[[f.parameters[0].name for f in TRAINED]]
+        rows = one.dropna(subset=[target])
+        parameters = fit(rows, law_of_training(target, rows)).parameters().drop(index="k")
         found[target] = {
             name: f"{row['estimate']:+.3f} ± {row['se']:.3f}" for name, row in parameters.iterrows()
         }
-    return pd.DataFrame(found).T
+    return pd.DataFrame(found).T.reindex(columns=["beta", "alpha", "s", "c"]).fillna("")
 
 
 def planned(frame: pd.DataFrame) -> pd.DataFrame:
@@ -177,15 +184,16 @@ def planned(frame: pd.DataFrame) -> pd.DataFrame:
 
     Round-to-nearest at 4 bits in groups of 32: quantities (rows) by held-out test (columns).
     """
-    one = frame[(frame["bits"] == 4) & (frame["group"] == "g32")].reset_index(drop=True)
+    one = frame[(frame["bits"] == 4) & (frame["group"] == "g32")]
     one = one.assign(noise_per_weight=one["quantization_noise"] / one["n_params"])
     found: dict[str, dict[str, float]] = {}
-    for test, parts in splits(one).items():
-        if test == "3 bits":
-            continue
-        for target in COMPOSED:
-            refit = partial(fit, law=Law(target, target, (constant("k"), *TRAINED)))
-            errors = pd.concat([held_out(one, refit, part, target=target) for part in parts])
+    for target in COMPOSED:
+        own = one.dropna(subset=[target]).reset_index(drop=True)
+        refit = partial(fit, law=law_of_training(target, own))
+        for test, parts in splits(own).items():
+            if test == "3 bits":
+                continue
+            errors = pd.concat([held_out(own, refit, part, target=target) for part in parts])
             found.setdefault(target, {})[test] = errors["log_error"].abs().median()
     return pd.DataFrame(found).T
 
@@ -236,6 +244,7 @@ def main() -> None:
     """Print every table and draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--table", type=Path, help="another table than the shipped one")
+    parser.add_argument("--figure", type=Path, help="draw to this .png or .svg file")
     parser.add_argument("--cells", action="store_true", help="only count rows by cell")
     args = parser.parse_args()
     frame = read(args.table)
@@ -251,11 +260,11 @@ def main() -> None:
           directions(frame))  # fmt: skip
     shown = {method: _show_tests(usable(frame, method), method) for method in ("rtn", "gptq")}
     _show_pairs(frame)
-    floor, _ = comparisons.noise_floor(rtn, "delta_loss")
-    path = Path("out") / "controlled_sweep.png"
-    path.parent.mkdir(exist_ok=True)
-    draw(rtn, shown["rtn"], floor).savefig(path, dpi=150)
-    print(f"\nDrawn to {path}.")
+    if args.figure is not None:
+        floor, _ = comparisons.noise_floor(rtn, "delta_loss")
+        args.figure.parent.mkdir(parents=True, exist_ok=True)
+        draw(rtn, shown["rtn"], floor).savefig(args.figure, dpi=110)
+        print(f"\nDrawn to {args.figure}.")
 
 
 def _show_exponents(rtn: pd.DataFrame) -> None:
@@ -278,13 +287,15 @@ def _show_exponents(rtn: pd.DataFrame) -> None:
 
 def _show_nested(rtn: pd.DataFrame) -> None:
     """Print what curvature adds once loss, noise and norm are held fixed, by runs left out."""
+    rtn = rtn.dropna(subset=["hessian_top"]).reset_index(drop=True)
     rows = {}
     for name, formula in NESTED.items():
         refit = partial(regress, kind="ols", formula=formula)
         errors = [held_out(rtn, refit, s, target="delta_loss") for s in leave_one_out(rtn, "run")]
         size = pd.concat(errors)["log_error"].abs()
         rows[name] = {"median |log error|": size.median(), "mean": size.mean()}
-    _show("Nested regressions, each run predicted from the others", pd.DataFrame(rows).T)
+    _show(f"Nested regressions, each of {rtn['run'].nunique()} runs predicted from the others",
+          pd.DataFrame(rows).T)  # fmt: skip
 
 
 def _show_tests(rows: pd.DataFrame, method: str) -> pd.DataFrame:
