@@ -7,7 +7,7 @@ import pytest
 from qscale.errors import TableError
 from qscale.fit import fit
 from qscale.laws import get
-from qscale.predict import outside, predict
+from qscale.predict import furthest, outside, predict
 from tests.simulations import TRUE, simulate
 
 
@@ -77,6 +77,17 @@ def test_what_lies_outside_is_said_in_words(fitted) -> None:
     assert "below the fitted range" in sentence
     assert "100 times beyond" in sentence
     assert outside(fitted, row.assign(n_params=1e9)) == []
+
+
+def test_how_far_a_row_is_outside_is_that_of_the_furthest_column_that_is_read(fitted) -> None:
+    low, high = fitted.data.ranges["n_params"][0], fitted.data.ranges["tokens"][1]
+    rows = pd.DataFrame(
+        {"n_params": [low / 100, 1e9, low / 2], "tokens": [1e12, 1e12, 30 * high],
+         "bits": [3.0, 3.0, 3.0], "lr_peak": [9.0, 9.0, 9.0]}
+    )  # fmt: skip
+    names, factors = zip(*furthest(fitted, rows), strict=True)
+    assert names == ("n_params", "", "tokens")
+    assert factors == pytest.approx((100, 1, 30))
 
 
 def test_a_method_not_in_the_fit_is_named() -> None:

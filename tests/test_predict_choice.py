@@ -14,6 +14,7 @@ from qscale.predict import (
     combine,
     contributions,
     judge,
+    judge_interval,
     normal_log,
     percentile,
     predict,
@@ -122,6 +123,18 @@ def test_the_verdict_follows_the_band(fitted) -> None:
     assert "noise" in judge(fitted, ROW, -0.01).sentences[-1]
     far = ROW.assign(n_params=1e5)
     assert "extrapolation" in judge(fitted, far, 1.0).sentences[-1]
+
+
+def test_a_log_normal_band_gives_the_percentiles_of_the_normal_distribution() -> None:
+    low, high = np.exp(-3 + np.array([-1, 1]) * norm.ppf(0.95) * 0.4)
+    for p in (0.01, 0.3, 0.5, 0.97):
+        found = judge_interval(low, high, float(np.exp(-3 + 0.4 * norm.ppf(p))))
+        assert found.percentile == pytest.approx(100 * p)
+        assert found.place == {0.01: "below", 0.97: "above"}.get(p, "within")
+    assert judge_interval(low, high, -0.1).percentile == 0.0
+    assert "extrapolation" in judge_interval(low, high, 0.1, extrapolated=True).sentences[-1]
+    with pytest.raises(FitError, match="no interval"):
+        judge_interval(float("nan"), high, 0.1)
 
 
 def test_a_value_that_has_no_percentile_is_refused(fitted) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from scipy.stats import norm
 
 from qscale.errors import FitError
 from qscale.predict.support import outside
@@ -124,6 +125,44 @@ def judge(fit: Fitted, frame: pd.DataFrame, observed: float, *, seed: int = 0) -
     """
     share = percentile(fit, frame, observed, seed=seed)
     low, high = fit.quantiles(frame, np.array([0.05, 0.95]), "new_checkpoint", seed)[:, 0]
+    return _verdict(observed, share, (float(low), float(high)), bool(outside(fit, frame)))
+
+
+def judge_interval(
+    low_90: float, high_90: float, observed: float, *, extrapolated: bool = False
+) -> Verdict:
+    """Say the same of a log-normal prediction, such as `qscale.predict.combine` makes.
+
+    Parameters
+    ----------
+    low_90, high_90
+        Its central 90 % interval.
+    observed
+        Measured value in the same unit.
+    extrapolated
+        Whether the prediction is an extrapolation.
+
+    Raises
+    ------
+    FitError
+        If the interval or the value is not a number.
+    """
+    if not np.isfinite([low_90, high_90]).all():
+        raise FitError("the prediction has no interval, so a measured value has no percentile.")
+    if not np.isfinite(observed):
+        raise FitError(f"the measured value must be a finite number. Got {observed:g} instead.")
+    share = 0.0
+    if observed > 0:
+        center, half = np.log(low_90 * high_90) / 2, np.log(high_90 / low_90) / 2
+        share = float(100 * norm.cdf((np.log(observed) - center) / half * norm.ppf(0.95)))
+    return _verdict(observed, share, (low_90, high_90), extrapolated)
+
+
+def _verdict(
+    observed: float, share: float, interval: tuple[float, float], extrapolated: bool
+) -> Verdict:
+    """Put a percentile and an interval in words."""
+    low, high = interval
     place: Literal["below", "within", "above"] = "within"
     if not low <= observed <= high:
         place = "below" if observed < low else "above"
@@ -136,9 +175,9 @@ def judge(fit: Fitted, frame: pd.DataFrame, observed: float, *, seed: int = 0) -
             "At or below zero it may be nothing but noise: measure on more tokens, and compare "
             "with the standard error of the paired difference."
         )
-    if outside(fit, frame):
+    if extrapolated:
         said.append("The band is an extrapolation (see the notes): weigh the verdict accordingly.")
-    return Verdict(observed, share, place, float(low), float(high), tuple(said))
+    return Verdict(observed, share, place, low, high, tuple(said))
 
 
 def _where(place: str, share: float) -> str:

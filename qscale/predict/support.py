@@ -74,6 +74,38 @@ def unread(fit: Fitted, frame: pd.DataFrame) -> list[str]:
     ]
 
 
+FAR = 10.0
+"""Factor beyond the fitted range from which a law is not joined with a measurement."""
+
+
+def furthest(fit: Fitted, frame: pd.DataFrame) -> list[tuple[str, float]]:
+    """Say how far each row lies beyond the ranges of the columns that a fit reads.
+
+    Parameters
+    ----------
+    fit
+        A fitted law or regression with the ranges of its data.
+    frame
+        The rows to be predicted.
+
+    Returns
+    -------
+    list of (str, float)
+        For each row the column that is furthest beyond its range, and the factor by which it is;
+        no column and 1 where all are inside or have no ratio.
+    """
+    found = []
+    for i in range(len(frame)):
+        factors = {
+            column: _ratio(extreme, edge)
+            for column, extreme, _, edge, _ in _beyond(fit, frame.iloc[[i]])
+            if column in fit.columns
+        }
+        finite = {column: factor for column, factor in factors.items() if np.isfinite(factor)}
+        found.append(max(finite.items(), key=lambda item: item[1], default=("", 1.0)))
+    return found
+
+
 def _beyond(
     fit: Fitted, frame: pd.DataFrame
 ) -> Iterator[tuple[str, float, str, float, tuple[float, float]]]:
@@ -96,7 +128,12 @@ def _meaning(column: str) -> str:
     return COLUMNS[column].meaning if column in COLUMNS else column
 
 
+def _ratio(extreme: float, edge: float) -> float:
+    """Factor of a value beyond an edge; infinite where there is no ratio."""
+    return max(extreme / edge, edge / extreme) if extreme > 0 and edge > 0 else np.inf
+
+
 def _times(extreme: float, edge: float) -> str:
     """Say how many times beyond the edge, where both have a ratio."""
-    factor = max(extreme / edge, edge / extreme) if extreme > 0 and edge > 0 else np.inf
+    factor = _ratio(extreme, edge)
     return f", {factor:.3g} times beyond" if np.isfinite(factor) else ""
