@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import cyclopts
 
 from qscale.cli.console import pairs
 from qscale.columns import COLUMNS
 from qscale.errors import QscaleError, did_you_mean
+from qscale.provenance import TRAINING_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import pandas as pd
 
+    from qscale.checkpoint import Description
     from qscale.fit import Fit, Fitted
     from qscale.regress import Regression
 
@@ -25,6 +30,12 @@ LISTED = ("bits", "group_size", "method", "fmt")
 FLAGS = ("n_params", "tokens", "lr_peak", "lr", "loss_fp", "family", "source")
 """Flags of one value; every other column is given with ``--set``."""
 
+# What is one for all rows of a checkpoint; a source is that of a measurement.
+_OF_THE_SUBJECT = (
+    "n_params", "n_params_total", *(c for c in TRAINING_COLUMNS if c != "source"), "loss_fp",
+)  # fmt: skip
+_ALIKE = 0.1  # relative: sizes are often given rounded, as 7e9 for 6.74e9
+
 # What depends on the quantizer setting, so that one value cannot be of several.
 _OF_ONE_SETTING = (
     "bits_per_weight", "quantization_noise", "sqnr_db", "quadratic_delta", "quadratic_delta_se",
@@ -32,6 +43,25 @@ _OF_ONE_SETTING = (
 
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@\S+)?")
+_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)([KMBT])", re.IGNORECASE)
+_POWERS = {"K": 3, "M": 6, "B": 9, "T": 12}
+
+
+def _count(_: Any, tokens: Sequence[cyclopts.Token]) -> float:
+    """Parse a count; one with a unit, such as 7B, is refused with how to write it."""
+    text = tokens[0].value
+    try:
+        return float(text)
+    except ValueError:
+        unit = _WITH_UNIT.fullmatch(text.strip())
+        how = f"; write {unit[1]}e{_POWERS[unit[2].upper()]}" if unit else ""
+        raise QscaleError(
+            f"{tokens[0].keyword} must be a number, such as 7e9. Got {text!r} instead{how}."
+        ) from None
+
+
+Count = Annotated[float, cyclopts.Parameter(converter=_count)]
+"""A number of parameters or tokens as an option."""
 
 
 def parted(first: str | None, second: str | None) -> tuple[str | None, str | None]:
@@ -110,20 +140,70 @@ def _number(name: str, text: str) -> float:
         raise QscaleError(f"--set {name}: must be a number. Got {text!r} instead.") from None
 
 
-def described(checkpoint: str | None, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Join what the folder says with the flags, which take precedence."""
+def described(checkpoint: str | Description | None, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Join what the folder says with the flags, which take precedence.
+
+    Raises
+    ------
+    QscaleError
+        If the loss is not above 0, or the learning rate is above its peak.
+    """
     known: dict[str, Any] = {}
     if checkpoint is not None:
         from qscale.checkpoint import describe  # noqa: PLC0415
 
-        description = describe(checkpoint)
+        description = describe(checkpoint) if isinstance(checkpoint, str) else checkpoint
         known = {
             # A sidecar's source is where the weights come from, not where a measurement does.
             **{k: v for k, v in description.training.items() if k != "source"},
             "n_params": description.n_params,
             "n_params_total": description.n_params_total,
         }
-    return known | {name: value for name, value in flags.items() if value is not None}
+    known |= {name: value for name, value in flags.items() if value is not None}
+    _check_known(known)
+    return known
+
+
+def _check_known(known: Mapping[str, Any]) -> None:
+    """Raise naming the option whose value no checkpoint can have."""
+    loss, lr, lr_peak = (known.get(name) for name in ("loss_fp", "lr", "lr_peak"))
+    if loss is not None and not loss > 0:
+        raise QscaleError(f"--loss-fp must be above 0. Got {loss:g} instead.")
+    if lr is not None and lr_peak is not None and lr > lr_peak:
+        raise QscaleError(
+            f"--lr must be at most --lr-peak. Got {lr:g} above {lr_peak:g} instead; what is not "
+            "given is that of the checkpoint's qscale.toml."
+        )
+
+
+def completed(
+    known: Mapping[str, Any], settings: Mapping[str, Sequence[Any]], path: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Add what measured rows say and flags do not: facts of the checkpoint, method and format.
+
+    Parameters
+    ----------
+    known, settings
+        As for `settings_of`.
+    path
+        Table of the measured rows.
+
+    Returns
+    -------
+    dict, dict
+        Both with what all rows agree on.
+    """
+    from qscale import table as tables  # noqa: PLC0415
+
+    rows = tables.read(path)
+    alike = {}
+    for column in (*_OF_THE_SUBJECT, "method", "fmt"):
+        values = list(rows[column].dropna().unique()) if column in rows.columns else []
+        if len(values) == 1:
+            alike[column] = values[0]
+    facts = {c: value for c, value in alike.items() if c in _OF_THE_SUBJECT}
+    labels = {c: [alike[c]] for c in ("method", "fmt") if c in alike and not settings[c]}
+    return facts | dict(known), dict(settings) | labels
 
 
 def settings_of(
@@ -172,9 +252,6 @@ def _require(
     fitted: Fitted, known: Mapping[str, Any], settings: Mapping[str, Sequence[Any]]
 ) -> None:
     """Raise naming the first column that the fit needs and nobody gave, and how to give it."""
-    from qscale.columns import COLUMNS  # noqa: PLC0415
-    from qscale.provenance import TRAINING_COLUMNS  # noqa: PLC0415
-
     for column in fitted.columns:
         if known.get(column) is not None or settings.get(column):
             continue
@@ -201,7 +278,7 @@ def measured(
     Raises
     ------
     QscaleError
-        If the rows are of several checkpoints.
+        If the rows are of several checkpoints, or of another one than the flags describe.
     """
     from qscale import table as tables  # noqa: PLC0415
 
@@ -220,7 +297,36 @@ def measured(
                         "be of one checkpoint."
                     )
                 frame = frame.assign(**{column: rows[column].iloc[0]})
+    _check_same(rows, known, path)
     return rows, frame
+
+
+def _check_same(rows: pd.DataFrame, known: Mapping[str, Any], path: Path) -> None:
+    """Raise naming the first fact in which the rows contradict the flags or the checkpoint."""
+    for column in _OF_THE_SUBJECT:
+        if column not in known or column not in rows.columns:
+            continue
+        expected = known[column]
+        for i, value in enumerate(rows[column]):
+            if not _alike(value, expected):
+                flag = f"--{column.replace('_', '-')}" if column in FLAGS else "--set"
+                raise QscaleError(
+                    f"--given {path}: row {i + 1} has {column} {_said(value)}, but {flag} or the "
+                    f"checkpoint says {_said(expected)}. Give rows of the checkpoint that is "
+                    f"predicted, or correct {flag}."
+                )
+
+
+def _alike(value: Any, expected: Any) -> bool:
+    """Whether two values of a fact may be of one checkpoint."""
+    if isinstance(expected, str):
+        return bool(value == expected)
+    return math.isclose(value, expected, rel_tol=_ALIKE)
+
+
+def _said(value: Any) -> str:
+    """Format a fact."""
+    return value if isinstance(value, str) else f"{value:.6g}"
 
 
 def _check_measured(

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from qscale.cli import joined as both
 from qscale.cli import predicted as show
 from qscale.cli.console import console, group_sizes, numbers, refuse_existing
-from qscale.cli.described import FLAGS, assigned, described, measured, parted, settings_of
+from qscale.cli.described import (
+    FLAGS,
+    Count,
+    assigned,
+    completed,
+    described,
+    measured,
+    parted,
+    settings_of,
+)
 from qscale.cli.settings import quantizer_settings
 from qscale.errors import QscaleError
 
@@ -21,6 +32,7 @@ if TYPE_CHECKING:
 
     from qscale.fit import Fit
     from qscale.predict import Candidate
+    from qscale.quantize.setting import Setting
     from qscale.regress import Regression
 
 
@@ -33,8 +45,8 @@ def predict(
     group_size: str = "128",
     method: str | None = None,
     fmt: str | None = None,
-    n_params: float | None = None,
-    tokens: float | None = None,
+    n_params: Count | None = None,
+    tokens: Count | None = None,
     lr_peak: float | None = None,
     lr: float | None = None,
     loss_fp: float | None = None,
@@ -54,8 +66,9 @@ def predict(
 
     Describe the checkpoint with flags, or give it: parameters are counted and training facts read
     from its qscale.toml, flags taking precedence. Without a fit, the shipped one that covers the
-    checkpoint best is taken, and why is said. With --text the checkpoint's own curvature is
-    measured first; where that prediction is tested, it is joined with the fit's.
+    checkpoint best is taken, and why is said. With --text the checkpoint's own curvature predicts
+    what round-to-nearest costs; where that is tested, it is joined with the fit's, unless the
+    fit is more than ten times outside its data, and the two together are the answer.
 
     ```sh
     # A described model
@@ -104,8 +117,8 @@ def predict(
         NAME=VALUE of any other column that the fit needs, such as sqnr_db=21. May be repeated.
     given
         Table of one or a few measured rows of this checkpoint (bits, method, delta_loss and the
-        like; what it lacks is taken from the flags). They update what is known of it, so that the
-        other settings are predicted more narrowly.
+        like; what it lacks is taken from the flags, and what they lack from it). They update what
+        is known of it, so that the other settings are predicted more narrowly.
     observed
         A measured loss increase of one setting, nats per token: where it lies in what is
         predicted, and whether that is normal.
@@ -119,64 +132,186 @@ def predict(
     probes
         Backward passes over the probe windows.
     output
-        Write the predictions to this .csv or .parquet file; with --text those that were joined.
+        Write the predictions to this .csv or .parquet file; with --text those that were joined,
+        if round-to-nearest is predicted.
     force
         Replace the output if it exists.
     """
-    from qscale.predict import predict as predict_rows  # noqa: PLC0415
-
-    refuse_existing(output, force)
+    refuse_existing(output, force, ".csv", ".parquet")
     named, checkpoint = parted(fit, checkpoint)
-    if text is not None and checkpoint is None:
-        raise QscaleError("--text needs a checkpoint folder whose curvature to take.")
-    settings: dict[str, list[Any]] = {
+    settings: dict[str, Any] = {
         "bits": numbers(bits, "--bits"),
         "group_size": group_sizes(group_size),
         "method": _listed(method),
         "fmt": _listed(fmt),
     }
-    # Checked before any work; the curvature itself is taken last.
-    quantizers = [] if text is None else quantizer_settings(bits, group_size)
+    # Checked before any work.
+    quantizers = _quantizers(text, checkpoint, bits, group_size)
+    if observed is not None and len(quantizers) > 1:
+        raise QscaleError(_ONE_SETTING)
     values = (n_params, tokens, lr_peak, lr, loss_fp, family, source)
     flags = _finite(dict(zip(FLAGS, values, strict=True)), observed)
-    fitted, known, ranked = _subject(
-        named, checkpoint, flags, set_ or [], settings, text is not None
+    subject = _subject(named, checkpoint, flags, set_ or [], settings, given, text is not None)
+    law = None if text is not None and not subject.usable else _law(subject, given)
+    by_both = text is not None and both.of_rounding(
+        None if law is None else law.fitted, subject.settings
     )
-    if checkpoint is not None and text is not None and ranked and not ranked[0].usable:
-        show.unusable(ranked)
-        rows = show.curvature(checkpoint, text, quantizers, context, probes)
-        _write(show.joined(None, known, settings, rows), output)
-        return
-    frame = settings_of(fitted, known, settings)
-    if observed is not None and len(frame) > 1:
-        raise QscaleError("--observed belongs to one setting: give one value of --bits and others.")
-    informed, count = fitted, 0
-    if given is not None:
-        rows, frame = measured(fitted, known, settings, frame, given)
-        informed, count = fitted.given(rows), len(rows)
-    result = show.in_nats(fitted, predict_rows(informed, frame))
-    shown = {*flags, *fitted.columns, *fitted.categories, "family"}
-    facts = {column: value for column, value in known.items() if column in shown}
-    show.predictions(fitted, facts, result, ranked)
-    if count:
-        console.print(f"Given: {count} measured row{'s' * (count > 1)} of {given}.")
     if observed is not None:
-        show.verdict(informed, frame, observed)
-    if explain:
-        show.drivers(informed, frame, ranked)
+        _check_observed(law, subject, by_both)
+    rows = None
     if checkpoint is not None and text is not None:
-        rows = show.curvature(checkpoint, text, quantizers, context, probes)
-        result = show.joined(informed, known, settings, rows)
-    _write(result, output)
-
-
-def _write(result: pd.DataFrame, output: Path | None) -> None:
-    """Write the predictions, if they are wanted."""
+        rows = both.curvature(checkpoint, text, quantizers, context, probes)
+    # The answer comes first, its parts after it.
+    answers = []
+    if rows is not None and by_both:
+        answers.append(_show_joined(law, subject, rows, observed))
+    if law is not None:
+        _show_law(law, subject, given, None if by_both else observed, explain)
+        answers.append(law.result)
+    if rows is not None and not by_both:
+        answers.append(_show_joined(law, subject, rows, None))
     if output is not None:
         from qscale import table as tables  # noqa: PLC0415
 
-        tables.write(result, output)
+        tables.write(answers[0], output)
         console.print(f"Written to {output}.")
+
+
+_ONE_SETTING = "--observed belongs to one setting: give one value of --bits and others."
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Subject:
+    """What is to be predicted, and by what.
+
+    Parameters
+    ----------
+    fitted
+        What predicts.
+    flags
+        Facts that were given as options.
+    known
+        All facts.
+    settings
+        Values of each column of the quantizer settings.
+    symbols
+        Size of the checkpoint's vocabulary, if known.
+    ranked
+        The shipped fits it was chosen from; empty if it was named.
+    """
+
+    fitted: Fit | Regression
+    flags: dict[str, Any]
+    known: dict[str, Any]
+    settings: dict[str, Any]
+    symbols: int | None
+    ranked: tuple[Candidate, ...]
+
+    @property
+    def usable(self) -> bool:
+        """Whether all that the fit needs is known, so far as that decided its choice."""
+        return not self.ranked or self.ranked[0].usable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Law:
+    """Predictions of a fit.
+
+    Parameters
+    ----------
+    fitted, informed
+        The fit, and what it is after measured rows.
+    frame
+        The settings.
+    rows
+        The measured rows, if any.
+    result
+        What is predicted.
+    """
+
+    fitted: Fit | Regression
+    informed: Fit | Regression
+    frame: pd.DataFrame
+    rows: pd.DataFrame | None
+    result: pd.DataFrame
+
+
+def _law(subject: _Subject, given: Path | None) -> _Law:
+    """Predict by the fit."""
+    from qscale.predict import predict as predict_rows  # noqa: PLC0415
+
+    fitted = informed = subject.fitted
+    frame, rows = settings_of(fitted, subject.known, subject.settings), None
+    if given is not None:
+        rows, frame = measured(fitted, subject.known, subject.settings, frame, given)
+        informed = fitted.given(rows)
+    result = show.in_nats(fitted, predict_rows(informed, frame))
+    return _Law(fitted, informed, frame, rows, result)
+
+
+def _show_law(
+    law: _Law, subject: _Subject, given: Path | None, observed: float | None, explain: bool
+) -> None:
+    """Print what the fit predicts, and what was asked about it."""
+    fitted, ranked = law.fitted, subject.ranked
+    shown = {*subject.flags, *fitted.columns, *fitted.categories, "family"}
+    facts = {column: value for column, value in subject.known.items() if column in shown}
+    also = show.unused(fitted, subject.flags, ranked)
+    if "bits" in law.result and "delta_loss" in law.result:
+        loss = subject.known.get("loss_fp")
+        also += show.guessing(law.result["bits"], law.result["delta_loss"], loss, subject.symbols)
+    show.predictions(fitted, facts, law.result, ranked, also)
+    if law.rows is not None:
+        count = len(law.rows)
+        console.print(f"Given: {count} measured row{'s' * (count > 1)} of {given}.")
+        for sentence in show.of_another_kind(fitted, law.rows, law.frame):
+            show.print_plain(f"Note: {sentence}")
+    if observed is not None:
+        show.verdict(law.informed, law.frame, observed)
+    if explain:
+        show.drivers(law.informed, law.frame, ranked)
+
+
+def _show_joined(
+    law: _Law | None, subject: _Subject, rows: pd.DataFrame, observed: float | None
+) -> pd.DataFrame:
+    """Print and return what curvature predicts together with the fit, if it can."""
+    from qscale.predict import outside  # noqa: PLC0415
+
+    if law is None:
+        show.unusable(subject.ranked)
+    informed = None if law is None else law.informed
+    found = both.joined(informed, subject.known, subject.settings, rows, subject.symbols)
+    if observed is not None:
+        row = found.iloc[0]
+        far = law is not None and row["weight"] < 0.5 and bool(outside(law.fitted, law.frame))
+        both.verdict_of_joined(row, observed, extrapolated=far)
+    return found
+
+
+def _check_observed(law: _Law | None, subject: _Subject, by_both: bool) -> None:
+    """Raise if no prediction can be held against a measured increase."""
+    if law is None:
+        if not by_both:
+            raise QscaleError("--observed needs a fit of --method; curvature is of rtn.")
+        return
+    if len(law.frame) > 1:
+        raise QscaleError(_ONE_SETTING)
+    if not by_both:
+        show.check_observed(law.fitted, subject.known)
+
+
+def _quantizers(
+    text: Path | None, checkpoint: str | None, bits: str, group_size: str
+) -> list[Setting]:
+    """Check and return the settings whose curvature is to be taken; none without a text."""
+    if text is None:
+        return []
+    if checkpoint is None:
+        raise QscaleError("--text needs a checkpoint folder whose curvature to take.")
+    if not text.is_file():
+        raise QscaleError(f"--text {text}: no such text file.")
+    return quantizer_settings(bits, group_size)
 
 
 def _subject(
@@ -184,13 +319,14 @@ def _subject(
     checkpoint: str | None,
     flags: dict[str, Any],
     others: Sequence[str],
-    settings: Mapping[str, list[Any]],
+    settings: dict[str, Any],
+    given: Path | None,
     of_rounding: bool,
-) -> tuple[Fit | Regression, dict[str, Any], tuple[Candidate, ...]]:
-    """Return what predicts, what is known of the checkpoint, and the shipped fits it was among.
+) -> _Subject:
+    """Join what is known of the checkpoint, and take the fit that was named or the best shipped.
 
     Where the fit is to be chosen for a prediction that is joined with that of rounding to nearest,
-    and no method is asked for, it is one of that method.
+    and no method is asked for or measured, it is one of that method.
     """
     fitted = None
     if named is not None:
@@ -201,16 +337,24 @@ def _subject(
     if twice := flags.keys() & also.keys():
         raise QscaleError(f"--set {min(twice)}: it has a flag too; give one of them.")
     flags |= also
-    known = described(checkpoint, flags)
+    description = None
+    if checkpoint is not None:
+        from qscale.checkpoint import describe  # noqa: PLC0415
+
+        description = describe(checkpoint)
+    symbols = None if description is None else description.vocab_size
+    known = described(description, flags)
+    if given is not None:
+        known, settings = completed(known, settings, given)
     if fitted is not None:
-        return fitted, known, ()
+        return _Subject(fitted, flags, known, settings, symbols, ())
     from qscale.predict import candidates  # noqa: PLC0415
 
     wanted = {**known, **settings}
     if of_rounding and not settings["method"]:
         wanted["method"] = ["rtn"]
     ranked = candidates(wanted)
-    return ranked[0].fit, known, ranked
+    return _Subject(ranked[0].fit, flags, known, settings, symbols, ranked)
 
 
 def _finite(flags: Mapping[str, Any], observed: float | None) -> dict[str, Any]:

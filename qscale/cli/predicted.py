@@ -1,4 +1,4 @@
-"""What ``qscale predict`` prints: predictions, a verdict, what drives them, curvature beside."""
+"""What ``qscale predict`` prints of a fit: predictions, a verdict, what drives them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from qscale.errors import QscaleError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
-    import numpy as np
     import pandas as pd
 
     from qscale.fit import Fit
     from qscale.predict import Candidate
-    from qscale.quantize.setting import Setting
     from qscale.regress import Regression
 
 _ABOUT_ORIGIN = ("family", "run", "checkpoint", "source", "protocol")
-_APART = 2.0  # joint standard deviations
+_INTERVALS = ("low_50", "high_50", "low_90", "high_90")
 
 
 def in_nats(fitted: Fit | Regression, result: pd.DataFrame) -> pd.DataFrame:
-    """Add delta_loss to predictions of relative_delta where the loss before is known.
+    """Give predictions of relative_delta as delta_loss too where the loss before is known.
+
+    The intervals are then those of delta_loss.
 
     Parameters
     ----------
@@ -37,7 +36,11 @@ def in_nats(fitted: Fit | Regression, result: pd.DataFrame) -> pd.DataFrame:
     known = "loss_fp" in result.columns and result["loss_fp"].notna().all()
     if fitted.target != "relative_delta" or not known:
         return result
-    return result.assign(delta_loss=result["relative_delta"] * result["loss_fp"])
+    scaled = {
+        name: result[column] * result["loss_fp"]
+        for name, column in [("delta_loss", "relative_delta"), *((c, c) for c in _INTERVALS)]
+    }
+    return result.assign(**scaled)
 
 
 def predictions(
@@ -45,6 +48,7 @@ def predictions(
     known: dict[str, Any],
     result: pd.DataFrame,
     ranked: Sequence[Candidate],
+    said_too: Sequence[str] = (),
 ) -> None:
     """Print the predictions, what lies outside the fitted rows and what the fit itself notes."""
     from qscale.fit import Fit  # noqa: PLC0415
@@ -74,7 +78,8 @@ def predictions(
     said = [f"{name} {text(value)}" for name, value in facts.items()]
     print_plain(f"Checkpoint: {', '.join(said) or 'nothing is said of it'}.")
     extra = [*(["delta_loss"] if also else []), *(["ppl ratio"] if nats else [])]
-    heading = [fitted.target, *extra, "50 % interval", "90 % interval"]
+    of = ", delta_loss" if also else ""
+    heading = [fitted.target, *extra, f"50 % interval{of}", f"90 % interval{of}"]
     console.print(table("", (*settings, *heading), rows))
     if result["low_90"].isna().any():
         why = "its bootstrap has fewer than twenty refits, or its parameters are not determined"
@@ -83,7 +88,8 @@ def predictions(
         console.print(
             "Note: relative_delta is delta_loss / loss_fp; --loss-fp gives nats per token."
         )
-    for sentence in (*outside(fitted, result), *_averaged(fitted, result), *fitted.notes):
+    averaged = _averaged(fitted, result)
+    for sentence in (*said_too, *outside(fitted, result), *averaged, *fitted.notes):
         print_plain(f"Note: {sentence}")
 
 
@@ -97,20 +103,78 @@ def _averaged(fitted: Fit | Regression, result: pd.DataFrame) -> list[str]:
     ]
 
 
+def unused(
+    fitted: Fit | Regression, flags: Mapping[str, Any], ranked: Sequence[Candidate]
+) -> list[str]:
+    """Say which facts that were given the fit does not use, and what another fit lacks to do so."""
+    used = {*fitted.columns, *fitted.categories}
+    if fitted.target == "relative_delta":
+        used.add("loss_fp")
+    sentences = []
+    # A loss and names are of use in other ways; families and sources are averaged over elsewhere.
+    for column in flags.keys() - used - {"loss_fp", "family", "source", "run"}:
+        sentence = f"{column} is given, but {fitted.name} does not use it."
+        other = next((c for c in ranked if column in c.fit.columns), None)
+        if other is not None:
+            options = [f"--{c.replace('_', '-')}" for c in other.missing]
+            how = f"add {' and '.join(options)}" if options else f"name it: predict {other.name}"
+            sentence += f" {other.name} does: {how}."
+        sentences.append(sentence)
+    return sorted(sentences)
+
+
+def of_another_kind(fitted: Fit | Regression, rows: pd.DataFrame, frame: pd.DataFrame) -> list[str]:
+    """Say where measured rows are of a method or format that is not the one predicted."""
+    sentences = []
+    for column in ("method", "fmt"):
+        if column in fitted.categories or column not in rows.columns:
+            continue
+        asked = frame.get(column)
+        levels = fitted.data.levels.get(column, ()) if asked is None else asked.dropna().unique()
+        others = sorted(set(rows[column].dropna()) - set(levels))
+        if others and len(levels):
+            sentences.append(
+                f"the given rows are of {column} {', '.join(others)}, the prediction of "
+                f"{', '.join(levels)}: the fit takes them as one."
+            )
+    return sentences
+
+
+def guessing(
+    bits: pd.Series, increase: pd.Series, loss_fp: float | None, symbols: int | None
+) -> list[str]:
+    """Say where a predicted loss exceeds that of guessing among the symbols of the vocabulary."""
+    if symbols is None:
+        return []
+    chance = math.log(symbols)
+    above = bits[increase + (loss_fp or 0.0) > chance]
+    if above.empty:
+        return []
+    sentence = (
+        f"the loss predicted at {widths(above)} bits is above the loss of guessing, "
+        f"ln({symbols}) = {chance:.3g} nats per token: read it as broken, not as a number."
+    )
+    return [sentence]
+
+
+def check_observed(fitted: Fit | Regression, known: Mapping[str, Any]) -> None:
+    """Raise if a fit does not predict what can be held against a measured loss increase."""
+    if fitted.target == "relative_delta" and known.get("loss_fp") is None:
+        raise QscaleError(
+            "--observed is in nats per token, the fit predicts relative_delta: add --loss-fp."
+        )
+    if fitted.target not in ("delta_loss", "relative_delta"):
+        raise QscaleError(f"--observed is a delta_loss. Got a fit of {fitted.target} instead.")
+
+
 def verdict(fitted: Fit | Regression, frame: pd.DataFrame, observed: float) -> None:
     """Print where a measured loss increase, in nats per token, lies in what is predicted."""
     from qscale.predict import judge  # noqa: PLC0415
 
     scale = 1.0
     if fitted.target == "relative_delta":
-        if "loss_fp" not in frame.columns or frame["loss_fp"].isna().any():
-            raise QscaleError(
-                "--observed is in nats per token, the fit predicts relative_delta: add --loss-fp."
-            )
         scale = float(frame["loss_fp"].iloc[0])
         print_plain(f"{number(observed)} nats per token are {number(observed / scale)} of loss_fp.")
-    elif fitted.target != "delta_loss":
-        raise QscaleError(f"--observed is a delta_loss. Got a fit of {fitted.target} instead.")
     found = judge(fitted, frame, observed / scale)
     print_plain(f"Observed: {' '.join(found.sentences)}")
 
@@ -157,130 +221,9 @@ def unusable(ranked: Sequence[Candidate]) -> None:
     print_plain(f"\nNo shipped fit can be used: {reasons(ranked)[0]}")
 
 
-def curvature(
-    checkpoint: str, path: Path, settings: Sequence[Setting], context: int | None, probes: int
-) -> pd.DataFrame:
-    """Predict from curvature times quantization noise, nothing fitted; see `zero_fit`."""
-    from qscale.measure.zerofit import zero_fit  # noqa: PLC0415
-
-    found = zero_fit(checkpoint, path, settings=settings, context=context, num_probes=probes)
-    console.print(
-        "\nWithout any fit: curvature times quantization noise of round-to-nearest "
-        f"({settings[0].weights.scale_rule}), from {found['backward_passes'][0]:g} backward "
-        f"passes on {path.name}, probe error ± 1 SE."
-    )
-    return found.assign(method="rtn", fmt="int")
-
-
-def joined(
-    fitted: Fit | Regression | None,
-    known: Mapping[str, Any],
-    settings: Mapping[str, Sequence[Any]],
-    rows: pd.DataFrame,
-) -> pd.DataFrame:
-    """Print predictions from curvature, from the fit, and both together; return them by setting.
-
-    Parameters
-    ----------
-    fitted
-        What predicts beside it; None if nothing can.
-    known, settings
-        As for `qscale.cli.described.settings_of`.
-    rows
-        What `curvature` returned.
-    """
-    import numpy as np  # noqa: PLC0415
-    import pandas as pd  # noqa: PLC0415
-
-    from qscale.predict import combine, zero_fit_prediction  # noqa: PLC0415
-
-    own = zero_fit_prediction(rows)
-    why, (law, law_sd) = _by_law(fitted, known, settings, rows)
-    both = combine((own["log_mean"].to_numpy(), own["log_sd"].to_numpy()), (law, law_sd))
-    found = pd.concat([rows.reset_index(drop=True), both], axis=1)
-    found = found.assign(
-        corrected=np.exp(own["log_mean"]), by_law=np.exp(law), why_not=own["why_not"]
-    )
-    lines = [
-        (
-            number(row["bits"]),
-            "row" if pd.isna(row["group_size"]) else number(row["group_size"]),
-            f"{row['bits_per_weight']:.3f}",
-            f"{number(row['quadratic_delta'], 3)} ± {number(row['quadratic_delta_se'], 2)}",
-            number(row["by_law"], 3),
-            number(row["delta_loss"], 3),
-            f"{number(row['low_90'], 3)} to {number(row['high_90'], 3)}",
-            f"{100 * row['weight']:.0f} %" if row["weight"] > 0 else "-",
-        )
-        for _, row in found.iterrows()
-    ]
-    by = fitted.name if fitted else "law"
-    heading = ("bits", "group_size", "bits_per_weight", "curvature", by, "joined", "90 % interval",
-               "weight of curvature")  # fmt: skip
-    console.print(table("", heading, lines))
-    for sentence in (*why, *_unused(found), *_disagreeing(found)):
-        print_plain(f"Note: {sentence}")
-    return found
-
-
-def _by_law(
-    fitted: Fit | Regression | None,
-    known: Mapping[str, Any],
-    settings: Mapping[str, Sequence[Any]],
-    rows: pd.DataFrame,
-) -> tuple[list[str], tuple[np.ndarray, np.ndarray]]:
-    """Predict the rows by the fit on the log scale, or say why it is not of the same increase."""
-    import numpy as np  # noqa: PLC0415
-
-    from qscale import table as tables  # noqa: PLC0415
-    from qscale.predict import normal_log  # noqa: PLC0415
-
-    nothing = (np.full(len(rows), np.nan),) * 2
-    if fitted is None:
-        return [], nothing
-    seen = fitted.data.levels.get("method", fitted.categories.get("method"))
-    asked = settings["method"] or list(seen or ())
-    if "rtn" not in asked or (seen is not None and "rtn" not in seen):
-        of = ", ".join(seen or asked) or "an unknown method"
-        return [
-            f"the fit is of {of} and curvature of round-to-nearest: they are not joined."
-        ], nothing
-    wide = rows[["bits", "group_size", "method", "fmt"]].assign(
-        **{column: value for column, value in known.items() if column not in rows.columns}
-    )
-    wide = tables.check(wide, "prediction")
-    mean, sd = normal_log(fitted, wide)
-    if fitted.target == "relative_delta":
-        if known.get("loss_fp") is None:
-            return ["the fit is of relative_delta: give --loss-fp to join it."], nothing
-        mean = mean + np.log(float(known["loss_fp"]))
-    elif fitted.target != "delta_loss":
-        return [f"the fit is of {fitted.target}: they are not joined."], nothing
-    return [], (mean, sd)
-
-
-def _unused(found: pd.DataFrame) -> list[str]:
-    """Say for which settings the prediction from curvature is not used, and why."""
-    without = found[found["why_not"] != ""]
-    return [
-        f"curvature is not used at {', '.join(f'{bits:g}' for bits in part['bits'].unique())} "
-        f"bits: {why}."
-        for why, part in without.groupby("why_not", sort=False)
-    ]
-
-
-def _disagreeing(found: pd.DataFrame) -> list[str]:
-    """Say where curvature and law are further apart than their errors allow."""
-    apart = found[found["disagreement"].abs() > _APART]
-    if apart.empty:
-        return []
-    widths = ", ".join(f"{bits:g}" for bits in apart["bits"].unique())
-    most = apart["disagreement"].abs().max()
-    sentence = (
-        f"at {widths} bits the two are up to {most:.1f} joint standard deviations apart: the "
-        "interval is widened by as much, and one of them does not hold."
-    )
-    return [sentence]
+def widths(bits: pd.Series) -> str:
+    """Name bit widths."""
+    return ", ".join(f"{width:g}" for width in bits.unique())
 
 
 def print_plain(sentence: str) -> None:

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
+from scipy.stats import norm
 
 from qscale import table
 from qscale.cli import main
@@ -17,6 +19,7 @@ from qscale.predict import predict, zero_fit_prediction
 ROOT = Path(__file__).resolve().parents[2]
 TINY = str(ROOT / "examples" / "checkpoints" / "tiny-wsd-decayed")
 TEXT = str(ROOT / "examples" / "texts" / "austen-wilde-darwin.txt")
+QUICK = ("--probes", "2", "--context", "64")
 BIG = ("--n-params", "13e9", "--tokens", "1.4e12", "--method", "gptq")
 
 
@@ -86,11 +89,16 @@ def test_a_loss_before_quantization_turns_shares_into_nats(capsys, tmp_path) -> 
     )
     out = run(capsys, *asked)
     assert "--loss-fp gives nats per token" in out
-    run(capsys, *asked, "--loss-fp", "2.5", "-o", str(tmp_path / "out.csv"))
-    found = table.read(tmp_path / "out.csv").iloc[0]
+    path = tmp_path / "out.csv"
+    out = run(capsys, *asked, "--loss-fp", "2.5", "-o", str(path))
+    found = table.read(path).iloc[0]
     assert found["delta_loss"] == pytest.approx(2.5 * found["relative_delta"])
     assert "--observed is in nats per token" in mistake(capsys, *asked, "--observed", "0.1")
-    nats = 2.5 * found["high_90"] * 1.5
+    assert "90 % interval, delta_loss" in out
+    share = predict(find("learning_rate_gptq_lr_anneal"), table.read(path))
+    np.testing.assert_allclose(found["high_90"], 2.5 * share["high_90"][0])
+    assert f"to {found['high_90']:.3g}" in out
+    nats = found["high_90"] * 1.5
     out = run(capsys, *asked, "--loss-fp", "2.5", "--observed", str(nats))
     assert "above the predicted band" in out
     assert f"are {nats / 2.5:.4g} of loss_fp" in out
@@ -140,36 +148,131 @@ def test_predicting_from_a_description_or_a_folder_loads_no_torch() -> None:
         ((*BIG, "--text", TEXT), "--text needs a checkpoint"),
         (("no_such_fit", *BIG), "nor a shipped fit"),
         ((TINY, "--text", TEXT, "--bits", "9"), "from 2 to 8"),
+        ((TINY, "--text", "absent.txt"), "--text absent.txt: no such text file"),
+        ((*BIG, "-o", "out.json"), "must end in .csv or .parquet. Got out.json"),
+        ((*BIG, "--loss-fp", "0"), "--loss-fp must be above 0. Got 0 instead"),
+        ((*BIG, "--lr-peak", "1e-4", "--lr", "1e-3"), "--lr must be at most --lr-peak. Got 0.001"),
+        ((TINY, "--lr", "1"), "--lr must be at most --lr-peak. Got 1 above 0.003"),
+        (("--n-params", "7B"), "--n-params must be a number.*Got '7B' instead; write 7e9"),
+        (("--tokens", "1.4t"), "--tokens must be a number.*Got '1.4t' instead; write 1.4e12"),
+        (("--tokens", "many"), "--tokens must be a number.*Got 'many' instead."),
+        (("learning_rate_gptq_lr_anneal", TINY, "--bits", "4", "--observed", "1"), "add --loss-fp"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(capsys, options, message) -> None:
-    assert re.search(message, mistake(capsys, *options))
+    with pytest.raises(SystemExit) as left:
+        main(["predict", *options])
+    assert left.value.code == 2
+    said = capsys.readouterr()
+    assert re.search(message, said.err)
+    assert not said.out  # nothing was predicted before the mistake was seen
 
 
-def test_curvature_is_joined_with_the_law_where_it_was_tested(capsys, tmp_path) -> None:
+def test_curvature_is_not_joined_with_a_law_far_outside_its_data(capsys, tmp_path) -> None:
     pytest.importorskip("torch")
     path = tmp_path / "out.csv"
-    asked = (TINY, "--text", TEXT, "--bits", "2,4", "--probes", "2", "--context", "64")
-    out = run(capsys, *asked, "-o", str(path))
+    out = run(capsys, TINY, "--text", TEXT, "--bits", "2,4", *QUICK, "-o", str(path))
     assert "Chosen: published_rtn_kumar" in out
     assert "curvature is not used at 2 bits: tested at 3 to 8 bits only, not 2." in out
+    assert re.search(r"times outside its fitted range in tokens: at 2, 4 bits it is shown", out)
+    assert "joined is curvature alone, times the factor" in out
+    assert "at 2 bits joined is left blank" in out
+    assert "the loss predicted at 2, 4 bits is above the loss of guessing, ln(256) = 5.55" in out
+    assert out.index("joined") < out.index("Law kumar")  # the answer comes first
     two, four = (row for _, row in table.read(path).iterrows())
-    assert two["weight"] == 0.0
-    assert two["delta_loss"] == pytest.approx(two["by_law"])
-    # The law is far outside its data, so that curvature decides.
-    assert four["weight"] > 0.9
-    assert four["low_90"] < four["corrected"] < four["high_90"]
+    assert np.isnan(two["delta_loss"])
+    assert two["by_law"] > np.log(256)
     own = zero_fit_prediction(table.read(path).loc[[1]]).iloc[0]
-    assert np.log(four["corrected"]) == pytest.approx(own["log_mean"])
+    assert np.log(four["delta_loss"]) == pytest.approx(own["log_mean"])
+    reach = norm.ppf(0.95) * own["log_sd"]
+    assert np.log(four["high_90"]) == pytest.approx(own["log_mean"] + reach)
+
+
+def test_curvature_is_joined_with_a_law_inside_its_data(capsys, tmp_path) -> None:
+    pytest.importorskip("torch")
+    path = tmp_path / "out.csv"
+    inside = ("--n-params", "7e9", "--tokens", "1e12", "--bits", "2,4")
+    out = run(capsys, TINY, "--text", TEXT, *inside, *QUICK, "-o", str(path))
+    assert "joined is curvature alone" not in out
+    assert "not joined" not in out
+    two, four = (row for _, row in table.read(path).iterrows())
+    assert two["delta_loss"] == pytest.approx(two["by_law"])  # 2 bits are near the law's 3
+    assert 0.0 < four["weight"] < 1.0
+    ends = sorted([four["corrected"], four["by_law"]])
+    assert ends[0] < four["delta_loss"] < ends[1]
+
+
+def test_a_measured_value_is_held_against_what_is_joined(capsys) -> None:
+    pytest.importorskip("torch")
+    asked = (TINY, "--text", TEXT, "--bits", "4", *QUICK, "--observed")
+    out = run(capsys, *asked, "0.5")
+    assert "against joined: 0.5 is above the predicted band, over percentile 99.9" in out
+    low, high = re.search(r"│ 4 │ 128 │ [\d.]+ │ [\d.]+ │ ([\d.]+) to ([\d.]+) │", out).groups()
+    assert f"90 % of such are {low} to {high}." in out
+    assert out.count("Observed") == 1
+
+
+def test_measured_rows_say_which_method_and_loss_they_are_of(capsys, tmp_path) -> None:
+    rows = pd.DataFrame(
+        {"bits": [3.0, 4.0], "method": "rtn", "fmt": "int", "delta_loss": [0.106, 0.0156],
+         "relative_delta": [0.0756, 0.0111], "loss_fp": 1.4}
+    )  # fmt: skip
+    path = tmp_path / "m.csv"
+    table.write(rows, path)
+    asked = (TINY, "--bits", "3,4", "--given", str(path))
+    out = run(capsys, *asked)
+    assert "Chosen: published_rtn_kumar" in out
+    assert "method rtn, fmt int" in out
+    assert "the given rows are of" not in out
+    fed = run(capsys, TINY, "--bits", "3", "--given", str(path), "--observed", "0.106")
+    assert "within the predicted band, near the middle" in fed
+    other = run(capsys, "learning_rate_gptq_lr_anneal", *asked, "--method", "gptq")
+    assert "the given rows are of method rtn, the prediction of gptq" in other
+    assert "90 % interval, delta_loss" in other  # the rows say the loss before
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "flag", "said"),
+    [
+        ("n_params", 1e6, ("--n-params", "13e9"), "n_params 1e+06, but --n-params or"),
+        ("tokens", 1e11, ("--tokens", "2e12"), "tokens 1e+11, but --tokens or"),
+        ("family", "OPT", ("--family", "LLaMA-1"), "family OPT, but --family or"),
+    ],
+)
+def test_measured_rows_of_another_checkpoint_are_refused(
+    capsys, tmp_path, column, value, flag, said
+) -> None:
+    path = tmp_path / "m.csv"
+    facts = {"n_params": 13.2e9, "tokens": 2e12, "bits": 4.0, "method": "gptq", "delta_loss": 0.05}
+    table.write(pd.DataFrame([facts]), path)
+    asked = ("--n-params", "13e9", "--tokens", "2e12", "--bits", "3", "--method", "gptq")
+    asked = (*asked, *(flag if column == "family" else ()), "--given", str(path))
+    run(capsys, *asked)  # 13.2e9 is 13e9, rounded
+    table.write(pd.DataFrame([facts | {column: value}]), path)
+    message = mistake(capsys, *asked)
+    assert f"row 1 has {said} the checkpoint says" in message
+    assert f"correct {flag[0]}" in message
+
+
+def test_a_fact_that_the_law_does_not_use_is_named(capsys) -> None:
+    asked = ("--n-params", "7e9", "--tokens", "2e12", "--bits", "4", "--lr-peak", "3e-4")
+    out = run(capsys, *asked)
+    assert (
+        "lr_peak is given, but kumar does not use it. learning_rate_gptq_lr_anneal does: add --lr."
+        in out
+    )
+    assert "does not use it" not in run(capsys, "learning_rate_gptq_lr_anneal", *asked, "--lr", "0")
 
 
 def test_curvature_stands_alone_beside_a_fit_of_another_method_and_without_one(
     capsys, tmp_path
 ) -> None:
     pytest.importorskip("torch")
-    asked = ("--text", TEXT, "--bits", "4", "--probes", "2", "--context", "64")
+    asked = ("--text", TEXT, "--bits", "4", *QUICK)
     out = run(capsys, "published_gptq_kumar", TINY, *asked)
-    assert "the fit is of gptq and curvature of round-to-nearest: they are not joined" in out
+    assert "the fit is of gptq and curvature of round-to-nearest: they differ. " in out
+    assert "joined is curvature alone" in out
+    assert out.index("Law kumar") < out.index("joined")  # what was asked for comes first
     bare = tmp_path / "bare"
     bare.mkdir()
     for file in Path(TINY).iterdir():
