@@ -88,13 +88,13 @@ def numbers(text: str, option: str) -> list[float]:
         if not math.isfinite(value):
             raise QscaleError(
                 f"{option} must be numbers separated by commas, such as 3,4. "
-                f"Got {part!r} instead{_plain(part)}."
+                f"Got {part!r} instead{how_to_write(part)}."
             )
         values.append(value)
     return values
 
 
-def _plain(text: str) -> str:
+def how_to_write(text: str) -> str:
     """Say how a number with a unit, such as 7B or 8GB, is written."""
     found = re.fullmatch(r"\s*(?P<value>\d+(\.\d+)?)\s*(?P<unit>[kmbgt])b?\s*", text, re.IGNORECASE)
     if found is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import cyclopts
 
-from qscale.cli.console import pairs
+from qscale.cli.console import how_to_write, pairs
 from qscale.columns import COLUMNS
 from qscale.errors import QscaleError, did_you_mean
 from qscale.provenance import TRAINING_COLUMNS
@@ -43,8 +43,6 @@ _OF_ONE_SETTING = (
 
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@\S+)?")
-_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)([KMBT])", re.IGNORECASE)
-_POWERS = {"K": 3, "M": 6, "B": 9, "T": 12}
 
 
 def _count(_: Any, tokens: Sequence[cyclopts.Token]) -> float:
@@ -53,10 +51,9 @@ def _count(_: Any, tokens: Sequence[cyclopts.Token]) -> float:
     try:
         return float(text)
     except ValueError:
-        unit = _WITH_UNIT.fullmatch(text.strip())
-        how = f"; write {unit[1]}e{_POWERS[unit[2].upper()]}" if unit else ""
         raise QscaleError(
-            f"{tokens[0].keyword} must be a number, such as 7e9. Got {text!r} instead{how}."
+            f"{tokens[0].keyword} must be a number, such as 7e9. "
+            f"Got {text!r} instead{how_to_write(text)}."
         ) from None
 
 

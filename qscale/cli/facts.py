@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from qscale.cli.console import group_sizes, numbers
-from qscale.cli.described import FLAGS, assigned, described
+from qscale.cli.described import FLAGS, Count, assigned, described
 from qscale.errors import QscaleError
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ class Facts:
         NAME=VALUE of any other column that the fit needs, such as sqnr_db=21. May be repeated.
     """
 
-    n_params: float | None = None
-    tokens: float | None = None
+    n_params: Count | None = None
+    tokens: Count | None = None
     lr_peak: float | None = None
     lr: float | None = None
     loss_fp: float | None = None
