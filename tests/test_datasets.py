@@ -165,7 +165,7 @@ def test_what_is_neither_file_nor_name_is_refused(tmp_path):
 def test_data_is_found_inside_an_installed_package_without_torch(tmp_path):
     package = tmp_path / "qscale"
     package.mkdir()
-    for module in ("__init__", "atomic", "errors", "table", "datasets"):
+    for module in ("__init__", "atomic", "errors", "columns", "table", "datasets"):
         shutil.copy(REPO / "qscale" / f"{module}.py", package)
     shutil.copytree(REPO / "data", package / "data", ignore=shutil.ignore_patterns("__pycache__"))
     code = (

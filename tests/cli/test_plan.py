@@ -272,7 +272,7 @@ def test_next_orders_candidates(data, capsys) -> None:
         ((), "--candidates"),
         (("--candidates", "absent.csv"), "absent.csv"),
         (("--candidates", "rows.csv", "--count", "1000"), "number of candidates, 72"),
-        (("--candidates", "rows.csv", "--where", "bits >"), "--where"),
+        (("--candidates", "rows.csv", "--where", "bits >"), "where 'bits >'"),
         (("--candidates", "few.csv"), "no column 'tokens'"),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 from scipy.stats import t as student
 
 from qscale import table
+from qscale.columns import COLUMNS
 from qscale.fit import fit
 from qscale.fit.shipped import find
 from qscale.laws import LAWS, Law, get
@@ -174,7 +175,8 @@ def points(fitted) -> list[dict[str, object]]:
             low, high = fitted.data.ranges[column]
             low = max(low, 1e-7)
             edge = (high / low) ** widen
-            point[column] = float(np.exp(rng.uniform(np.log(low / edge), np.log(high * edge))))
+            value = float(np.exp(rng.uniform(np.log(low / edge), np.log(high * edge))))
+            point[column] = float(np.clip(value, COLUMNS[column].low, COLUMNS[column].high))
         for column, levels in fitted.categories.items():
             point[column] = str(rng.choice(["", *levels]))
         found.append(point)
