@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from qscale.cli.console import Seed, console, number, pairs, random_terms, refuse_existing, table
+from qscale.cli.console import (
+    Seed,
+    console,
+    number,
+    pairs,
+    random_terms,
+    refuse_existing,
+    span,
+    table,
+)
 from qscale.errors import QscaleError
 
 if TYPE_CHECKING:
@@ -177,7 +186,7 @@ def show(league: League) -> None:
         (
             row["model"],
             number(row["mean_abs_log_error"], 3),
-            _span(row["mean_abs_log_error_low"], row["mean_abs_log_error_high"]),
+            span(row["mean_abs_log_error_low"], row["mean_abs_log_error_high"]),
             number(row["median_abs_log_error"], 3),
             number(row["bias"], 2),
             f"{number(row['coverage_50'], 2)} / {number(row['coverage_90'], 2)}",
@@ -198,7 +207,7 @@ def show(league: League) -> None:
         (
             row["model"],
             number(row["difference"], 3),
-            _span(row["low"], row["high"]),
+            span(row["low"], row["high"]),
             number(row["p_value"], 2),
             number(row["p_holm"], 2),
         )
@@ -209,8 +218,3 @@ def show(league: League) -> None:
     console.print(table(title, columns, tested))
     for note in league.notes:
         console.print(f"Note: {note}", markup=False)
-
-
-def _span(low: float, high: float) -> str:
-    """Format an interval."""
-    return f"{number(low, 3)} to {number(high, 3)}"

@@ -38,6 +38,18 @@ def number(value: float | None, digits: int = 4) -> str:
     return "-" if value is None or np.isnan(value) else f"{value:.{digits}g}"
 
 
+def span(low: float | None, high: float | None, digits: int = 3) -> str:
+    """Format an interval; one that lacks an end prints as a dash.
+
+    Examples
+    --------
+    >>> span(0.1, 0.25), span(float("nan"), 1.0)
+    ('0.1 to 0.25', '-')
+    """
+    ends = number(low, digits), number(high, digits)
+    return "-" if "-" in ends else " to ".join(ends)
+
+
 @contextmanager
 def progress() -> Iterator[
     tuple[Callable[[str, float, float | None], None], Callable[[str], None]]

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 from rich.console import Console
 
-from qscale.cli.console import Seed, console, number, pairs, random_terms, refuse_existing, table
+from qscale.cli.console import (
+    Seed,
+    console,
+    number,
+    pairs,
+    random_terms,
+    refuse_existing,
+    span,
+    table,
+)
 from qscale.errors import QscaleError
 
 if TYPE_CHECKING:
@@ -212,8 +221,7 @@ def _interval(name: str, row: Any, result: Fit) -> str:
         return "held"
     if name in result.search.undetermined:
         return "not determined"
-    low, high = number(row.low), number(row.high)
-    return "-" if "-" in (low, high) else f"{low} to {high}"
+    return span(row.low, row.high, 4)
 
 
 def _scatter(result: Fit) -> list[str]:

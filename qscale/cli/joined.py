@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from qscale.cli.console import console, number, table
+from qscale.cli.console import console, number, span, table
 from qscale.cli.predicted import guessing, print_plain, widths
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def joined(
             "row" if pd.isna(row["group_size"]) else number(row["group_size"]),
             f"{row['bits_per_weight']:.3f}",
             number(row["delta_loss"], 3),
-            f"{number(row['low_90'], 3)} to {number(row['high_90'], 3)}",
+            span(row["low_90"], row["high_90"]),
             f"{number(row['quadratic_delta'], 3)} ± {number(row['quadratic_delta_se'], 2)}",
             number(row["by_law"], 3),
             f"{100 * row['weight']:.0f} %" if row["weight"] > 0 else "-",

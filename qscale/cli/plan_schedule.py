@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from qscale.cli.console import Seed, console, number, pairs, refuse_existing, table
+from qscale.cli.console import Seed, console, number, pairs, refuse_existing, span, table
 from qscale.cli.facts import NOTHING, Facts, Settings
 from qscale.cli.plan_bits import with_stored_bits
 from qscale.cli.plan_tokens import SETTING
@@ -109,9 +109,9 @@ def _show(fitted: Fit, found: pd.DataFrame) -> None:
             row["schedule"],
             *(row[c] if isinstance(row[c], str) else number(row[c], 6) for c in shown),
             number(row[fitted.target], 3),
-            f"{number(row['low'], 3)} to {number(row['high'], 3)}",
+            span(row["low"], row["high"]),
             number(row["ratio"], 3),
-            f"{number(row['ratio_low'], 3)} to {number(row['ratio_high'], 3)}",
+            span(row["ratio_low"], row["ratio_high"]),
         )
         for _, row in found.iterrows()
     ]

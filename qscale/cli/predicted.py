@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from qscale.cli.console import console, number, table
+from qscale.cli.console import console, number, span, table
 from qscale.errors import QscaleError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def predictions(
             number(row[fitted.target], 3),
             *([number(row["delta_loss"], 3)] if also else []),
             *([ratio(row["delta_loss"])] if nats else []),
-            *(f"{number(row[f'low_{i}'], 3)} to {number(row[f'high_{i}'], 3)}" for i in (50, 90)),
+            *(span(row[f"low_{i}"], row[f"high_{i}"]) for i in (50, 90)),
         )
         for _, row in result.iterrows()
     ]

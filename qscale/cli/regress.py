@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from qscale.cli.console import Seed, console, number, pairs, refuse_existing, table
+from qscale.cli.console import Seed, console, number, pairs, refuse_existing, span, table
 
 if TYPE_CHECKING:
     from qscale.regress import Regression
@@ -116,7 +116,7 @@ def summary(result: Regression) -> None:
         console.print(f"Values of {column}: {', '.join(levels)}.", markup=False)
     if result.kind in LINEAR:
         rows = [
-            (str(name), number(row.estimate), f"{number(row.low)} to {number(row.high)}")
+            (str(name), number(row.estimate), span(row.low, row.high, 4))
             for name, row in result.parameters().iterrows()
         ]
         console.print(table("", ("coefficient", "estimate", "90 % interval"), rows))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from qscale.atomic import write_text
-from qscale.cli.console import Seed, console, number, pairs, refuse_existing, table
+from qscale.cli.console import Seed, console, number, pairs, refuse_existing, span, table
 from qscale.errors import QscaleError
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _table(title: str, rows: pd.DataFrame) -> object:
             number(row["p_holm"], 2),
             number(row["error_without"], 3),
             number(row["error_with"], 3),
-            f"{number(row['low'], 2)} to {number(row['high'], 2)}",
+            span(row["low"], row["high"], 2),
             number(row["gain_p_holm"], 2),
             row["supported"],
             *((("yes" if row["taken"] else ""),) if steps else ()),
