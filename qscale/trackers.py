@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,11 +21,12 @@ from qscale.columns import COLUMNS
 from qscale.errors import QscaleError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from qscale.fit import Fit
 
 _ORDER = list(COLUMNS)
+_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 # The schema says first who was measured and how, then what came of it.
 _RESULTS = frozenset(_ORDER[_ORDER.index("loss_fp") :])
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. /]")
@@ -128,14 +130,13 @@ class MLflow:
             ) from error
         shown = uri or os.environ.get("MLFLOW_TRACKING_URI") or "MLflow's default store"
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "qscale"
-        # MLflow's seven attempts keep a user waiting for minutes where a server is down.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         try:
-            self._client: Any = MlflowClient(tracking_uri=uri)
-            found = self._client.get_experiment_by_name(name)
-            self._experiment = (
-                found.experiment_id if found else self._client.create_experiment(name)
-            )
+            with _few_retries():
+                self._client: Any = MlflowClient(tracking_uri=uri)
+                found = self._client.get_experiment_by_name(name)
+                self._experiment = (
+                    found.experiment_id if found else self._client.create_experiment(name)
+                )
         except Exception as error:  # stores raise whatever their libraries do
             raise QscaleError(
                 f"{shown} cannot be opened as an MLflow store: {_first_line(error)}"
@@ -278,6 +279,19 @@ def of_fit(fit: Fit) -> Record:
 def _plain(name: str) -> str:
     """Replace what MLflow allows in no name, as the brackets of ``source[paper]``."""
     return _NOT_IN_A_NAME.sub("_", name)
+
+
+@contextmanager
+def _few_retries() -> Iterator[None]:
+    """Give a server that is down up after seconds: MLflow's seven attempts take minutes."""
+    if _RETRIES in os.environ:
+        yield
+        return
+    os.environ[_RETRIES] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_RETRIES]
 
 
 def _first_line(error: Exception) -> str:

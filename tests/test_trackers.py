@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -254,3 +255,10 @@ def test_an_mlflow_store_that_breaks_costs_nothing(tmp_path, mlflow):
     assert "rtn int3" in said[0]
     with pytest.raises(QscaleError, match="cannot be opened as an MLflow store"):
         MLflow(uri)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_server_that_is_down_is_given_up_and_no_setting_stays(mlflow):
+    with pytest.raises(QscaleError, match="127.0.0.1:9 cannot be opened as an MLflow store"):
+        MLflow("http://127.0.0.1:9")
+    assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ

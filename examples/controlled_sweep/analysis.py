@@ -54,8 +54,11 @@ BESIDE = Law(
 UNFITTED = "q, nothing fitted"
 PLANNED = ("kumar", "ouyang", "lr_power", "lr_anneal")
 """Laws of what is known before training."""
-COMPOSED = ("ggn_trace", "hessian_top", "noise_per_weight", "quadratic_delta", "delta_loss", "kl")
-"""Curvature, noise, the product of trace and noise, and what that product predicts."""
+COMPOSED = (
+    "ggn_trace", "hessian_top", "weight_rms", "noise_per_weight", "quadratic_delta",
+    "delta_loss", "kl",
+)  # fmt: skip
+"""Curvature, size of weights, noise, the product of trace and noise, and what that predicts."""
 DIRECTED = ("quadratic_delta", "gauss_newton_delta", "kronecker_delta", "hessian_delta")
 """Trace times noise, and products of curvature with the quantizer's own error."""
 NESTED = {

@@ -243,7 +243,7 @@ class Measuring:
     task
         Function that does it.
     seconds
-        Core-seconds that a checkpoint takes by width.
+        Core-seconds that a checkpoint is expected to take, by width.
     """
 
     about: str
@@ -257,13 +257,13 @@ PLANS = {
         "Measure each checkpoint",
         "measured",
         "measuring.py:measure_checkpoint",
-        {SMALL: 40, MEDIUM: 80, LARGE: 200},
+        {SMALL: 45, MEDIUM: 110, LARGE: 300},
     ),
     "spectrum": Measuring(
         "Find the largest and smallest eigenvalue of each checkpoint",
         "spectra",
         "spectrum.py:measure_spectrum",
-        {SMALL: 6, MEDIUM: 15, LARGE: 45},
+        {SMALL: 7, MEDIUM: 18, LARGE: 45},
     ),
 }
 

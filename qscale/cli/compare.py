@@ -162,13 +162,10 @@ def _regressions(names: str, target: str, **options: Any) -> dict[str, Callable[
     """Return refits of regressions by name."""
     if not _listed(names):
         return {}
-    from qscale.regress import KINDS, regress  # noqa: PLC0415
+    from qscale.regress import check_kind, regress  # noqa: PLC0415
 
-    unknown = [name for name in _listed(names) if name not in KINDS]
-    if unknown:
-        raise QscaleError(
-            f"--regressions: unknown regression {unknown[0]!r}; choose among {', '.join(KINDS)}."
-        )
+    for name in _listed(names):  # before any work
+        check_kind(name)
     return {
         name: partial(regress, kind=name, target=target, name="training rows", **options)
         for name in _listed(names)

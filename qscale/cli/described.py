@@ -301,9 +301,9 @@ def measured(
 def _check_same(rows: pd.DataFrame, known: Mapping[str, Any], path: Path) -> None:
     """Raise naming the first fact in which the rows contradict the flags or the checkpoint."""
     for column in _OF_THE_SUBJECT:
-        if column not in known or column not in rows.columns:
+        expected = known.get(column)
+        if expected is None or column not in rows.columns:
             continue
-        expected = known[column]
         for i, value in enumerate(rows[column]):
             if not _alike(value, expected):
                 flag = f"--{column.replace('_', '-')}" if column in FLAGS else "--set"

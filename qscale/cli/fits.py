@@ -21,10 +21,11 @@ def fits(name: str | None = None, /) -> None:
     name
         A fit, shipped or a file, to show in full.
     """
-    from qscale.fit.shipped import find, load_all  # noqa: PLC0415
+    from qscale.fit.shipped import load_all  # noqa: PLC0415
+    from qscale.load import load_fitted  # noqa: PLC0415
 
     if name is not None:
-        console.print(str(find(name).summary()), markup=False, soft_wrap=True)
+        console.print(str(load_fitted(name)), markup=False, soft_wrap=True)
         return
     rows = [
         (

@@ -139,8 +139,9 @@ def _by_law(
         mean = mean + np.log(float(known["loss_fp"]))
     elif fitted.target != "delta_loss":
         return [f"the fit is of {fitted.target}, not of delta_loss."], nothing
-    column, factor = max(furthest(fitted, wide), key=lambda item: item[1])
-    far = np.array([factor >= FAR for _, factor in furthest(fitted, wide)])
+    distances = furthest(fitted, wide)
+    column, factor = max(distances, key=lambda item: item[1])
+    far = np.array([times >= FAR for _, times in distances])
     if not far.any():
         return [], (mean, sd)
     why = (

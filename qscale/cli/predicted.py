@@ -82,7 +82,7 @@ def predictions(
     heading = [fitted.target, *extra, f"50 % interval{of}", f"90 % interval{of}"]
     console.print(table("", (*settings, *heading), rows))
     if result["low_90"].isna().any():
-        why = "its bootstrap has fewer than twenty refits, or its parameters are not determined"
+        why = "its bootstrap has too few clusters or refits, or its parameters are not determined"
         console.print(f"Note: a dash means that the fit has no interval there: {why}.")
     if fitted.target == "relative_delta" and not nats:
         console.print(

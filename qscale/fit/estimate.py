@@ -13,10 +13,10 @@ from qscale.errors import FitError
 from qscale.fit import mixed
 from qscale.fit.calibration import calibrate, check_clusters
 from qscale.fit.effects import Effects
-from qscale.fit.estimated import estimated
 from qscale.fit.identify import trade_offs
 from qscale.fit.intervals import bootstrap, one_step_bootstrap, pieces, profile, sandwich
 from qscale.fit.options import as_list, check_choice, check_frame, check_law
+from qscale.fit.point import estimated
 from qscale.fit.record import FEWEST_RESAMPLED, Data, Interval, hash_of
 from qscale.fit.result import Fit
 from qscale.fit.rows import copies

@@ -31,8 +31,10 @@ def check_options(options: Mapping[str, Any]) -> None:
     ranges = {"floor": "zero or more", "ceiling": "finite", "huber_delta": "above zero"}
     for name, wanted in ranges.items():
         value = 1.0 if options[name] is None else options[name]
-        lowest = {"floor": 0.0, "ceiling": -np.inf, "huber_delta": 5e-324}[name]
-        if not isinstance(value, Real) or not lowest <= float(value) < np.inf or value == -np.inf:
+        right = isinstance(value, Real) and bool(np.isfinite(float(value)))
+        if right and name != "ceiling":
+            right = value > 0 or (name == "floor" and value == 0)
+        if not right:
             raise FitError(
                 f"{name} must be a number, {wanted}. Got {value}; leave it out for the default."
             )

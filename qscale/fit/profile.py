@@ -9,9 +9,9 @@ import numpy as np
 
 from qscale.errors import FitError, did_you_mean
 from qscale.fit import mixed
-from qscale.fit.estimated import Estimated, estimated
 from qscale.fit.intervals import allowed_rise, deviance_rise, profile
 from qscale.fit.options import check_level
+from qscale.fit.point import Estimated, estimated
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -15,7 +15,7 @@ from qscale.accessor import Accessor
 from qscale.atomic import write_text
 from qscale.errors import FitError, TableError
 from qscale.fit.effects import Effects, Predictive, condition, mean_variance, predictive, shortened
-from qscale.fit.estimates import Estimates
+from qscale.fit.face import Results
 from qscale.fit.options import check_level
 from qscale.fit.summary import Summary, summarize
 from qscale.laws import Law, Published, columns_of, published
@@ -32,7 +32,7 @@ FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Fit(Estimates):
+class Fit(Results):
     """A fitted law with its uncertainty.
 
     Parameters

@@ -1,7 +1,7 @@
 """Regressions beside the laws: linear, robust, mixed and median models, trees, and a process."""
 
-from qscale.regress.estimate import KINDS, regress
+from qscale.regress.estimate import KINDS, check_kind, regress
 from qscale.regress.regression import Regression
 from qscale.regress.storage import is_regression, load
 
-__all__ = ["KINDS", "Regression", "is_regression", "load", "regress"]
+__all__ = ["KINDS", "Regression", "check_kind", "is_regression", "load", "regress"]

@@ -77,6 +77,12 @@ class _Task:
         return Predictor(learned, fit_learned(self.kind, x, y, self.seed), base), tuple(notes)
 
 
+def check_kind(kind: str) -> None:
+    """Raise a `FitError` unless a regression is known."""
+    if kind not in KINDS:
+        raise FitError(f"unknown regression {kind!r}; choose one of {', '.join(KINDS)}.")
+
+
 def regress(
     frame: pd.DataFrame,
     *,
@@ -140,8 +146,7 @@ def regress(
         If the table is no frame or a column is missing.
     """
     check_frame(frame, "table")
-    if kind not in KINDS:
-        raise FitError(f"unknown regression {kind!r}; choose one of {', '.join(KINDS)}.")
+    check_kind(kind)
     if law is not None and kind != "gp":
         raise FitError(f"{kind} has no law under it; only gp takes one.")
     if kind == "gp":

@@ -11,7 +11,7 @@ from scipy.stats import t as student
 
 from qscale.errors import FitError
 from qscale.fit.effects import Effects, Kind, condition, predictive
-from qscale.fit.estimates import Estimates
+from qscale.fit.face import Results
 from qscale.fit.options import check_level
 from qscale.fit.summary import Summary
 from qscale.regress.inputs import check_numbers
@@ -30,7 +30,7 @@ _NO_COEFFICIENTS = pd.DataFrame(columns=["estimate", "se", "low", "high"], dtype
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Regression(Estimates):
+class Regression(Results):
     """A fitted regression of a log target.
 
     Parameters

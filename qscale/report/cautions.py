@@ -11,6 +11,7 @@ import pandas as pd
 from scipy.stats import spearmanr
 
 from qscale.fit import FEW_CLUSTERS, STATUS_MEANING
+from qscale.fit.record import FEWEST_RESAMPLED
 from qscale.laws import published
 from qscale.laws.compose import product
 from qscale.report.diagnostics import ranks, uneven_scatter
@@ -100,6 +101,8 @@ def few_clusters(evidence: Evidence) -> str | None:
     data, interval = evidence.fit.data, evidence.fit.interval
     if data.clusters >= FEW_CLUSTERS[interval]:
         return None
+    if interval == "bootstrap" and data.clusters < FEWEST_RESAMPLED:
+        return None  # it has no intervals, and notes that
     return (
         f"Only {plural(data.clusters, 'cluster')} ({data.cluster}): {interval} intervals from "
         f"fewer than {FEW_CLUSTERS[interval]} clusters are too narrow."

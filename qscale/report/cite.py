@@ -11,7 +11,7 @@ from qscale import datasets
 from qscale.fit import INTERVAL_MEANING
 from qscale.laws import published
 from qscale.report.evidence import LARGEST, LEAVE_ONE_OUT
-from qscale.report.words import listed, number, percent, plural, times
+from qscale.report.words import but_for, listed, number, percent, plural, times
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,7 +105,7 @@ def _tested(evidence: Evidence, group: Group) -> list[str]:
         summary = group.summary.get((evidence.label, protocol))
         if summary is not None:
             found.append(
-                f"With {what}{summary.except_for}, the median error on the rows left out was a "
+                f"With {what}{but_for(summary)}, the median error on the rows left out was a "
                 f"factor of {times(summary.error)}, and {percent(summary.coverage[90])} of them "
                 "lay in their 90 % prediction intervals."
             )

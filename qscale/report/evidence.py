@@ -123,11 +123,6 @@ class Summary:
     highest: float
     coverage: dict[int, float]
 
-    @property
-    def except_for(self) -> str:
-        """Say how many of the splits could not be scored, if any."""
-        return f" (but for {self.failed} that could not be scored)" if self.failed else ""
-
 
 Summaries = dict[tuple[str, str], Summary]
 

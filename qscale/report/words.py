@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from qscale.fit import Fit
-    from qscale.report.evidence import Evidence, HeldOut, Summaries
+    from qscale.report.evidence import Evidence, HeldOut, Summaries, Summary
 
 SMALL = 0.1  # log errors below it are said in percent
 _MOST_BITS = 3
@@ -212,13 +212,18 @@ def _sureness(label: str, held_out: HeldOut, summary: Summaries) -> str:
         low, high = map(off_by if scores.error < SMALL else times, ends)
         spread = f" ({low} to {high} over {scores.splits})"
         parts.append(
-            f"on {unseen}{scores.except_for}, its typical error was {off_by(scores.error)}"
+            f"on {unseen}{but_for(scores)}, its typical error was {off_by(scores.error)}"
             f"{spread if scores.splits > 1 else ''} and {percent(scores.coverage[90])} of the "
             "measured values lay in its 90 % intervals"
         )
     if not parts:
         return "How it does on unseen rows could not be tested."
     return f"{parts[0][0].upper()}{'; '.join(parts)[1:]}."
+
+
+def but_for(scores: Summary) -> str:
+    """Say in brackets how many splits could not be scored, if any."""
+    return f" (but for {scores.failed} that could not be scored)" if scores.failed else ""
 
 
 def status(fit: Fit) -> str:

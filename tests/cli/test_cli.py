@@ -97,6 +97,7 @@ def test_laws_and_datasets_are_listed(capsys) -> None:
         (("fit", "rows.csv", "--law", "ouyang", "--boots", "-1"), "--boots"),
         (("fit", "rows.csv"), "--law"),
         (("fit", "rows.csv", "--law", "ouyang", "-o", "rows.csv"), "must end in .json"),
+        (("fit", "rows.csv", "--law", "ouyang", "-o", "fit.json"), "exists already"),
         (("fitt", "rows.csv"), "fit"),
         (("predict", "absent.json"), "absent.json"),
         (("predict", "rows.csv"), "rows.csv"),

@@ -210,6 +210,7 @@ def test_a_column_of_numbers_is_set_by_name(data, tmp_path) -> None:
         (("regress", "rows.csv", "--kind", "ols", "--where", "run == 'run0'"), "1 distinct value"),
         (("regress", "rows.csv", "--kind", "ols", "--map", "bits"), "--map must be NAME=VALUE"),
         (("regress", "rows.csv", "--kind", "ols", "-o", "rows.csv"), "must end in .fit or .json"),
+        (("regress", "rows.csv", "--kind", "ols", "-o", "forest.fit"), "exists already"),
         (("predict", "forest.fit", *NEW, "--bits", "3"), "needs sqnr_db .*give --set sqnr_db=VALUE"),
         (("predict", "forest.fit", *NEW, "--set", "sqnr_db=18"), "one value of --bits"),
         (("predict", "forest.fit", *NEW, "--bits", "3", "--method", "gptq,rtn", "--set", "sqnr_db=18"), "one value of --method"),

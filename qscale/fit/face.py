@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from qscale.fit.summary import Summary
 
 
-class Estimates(ABC):
+class Results(ABC):
     """Parameters under the names that statsmodels gives them, and predictions as a table."""
 
     __slots__ = ()
