@@ -38,7 +38,7 @@ def report(
     output
         The .html file; the same in .md and a folder of figures are put beside it.
     tables
-        Folder for every table of the report, as CSV and as LaTeX.
+        Folder for every table of the report, as CSV and as LaTeX (packages booktabs, graphicx).
     model_card
         The .md file for a model card for the Hugging Face Hub.
     force

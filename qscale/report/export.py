@@ -46,10 +46,11 @@ def write_tables(content: Sequence[Block], folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, table in named_tables(content).items():
+    for name, (title, table) in named_tables(content).items():
+        caption = f"{title}. {table.caption}"
         texts = {
             ".csv": table.frame.to_csv(),
-            ".tex": to_latex(table.frame, table.caption, f"tab:{name}"),
+            ".tex": to_latex(table.frame, caption, f"tab:{name}"),
         }
         for suffix, text in texts.items():
             written.append(folder / f"{name}{suffix}")
@@ -57,23 +58,28 @@ def write_tables(content: Sequence[Block], folder: Path) -> list[Path]:
     return written
 
 
-def named_tables(content: Sequence[Block]) -> dict[str, Table]:
-    """Name the tables of a report after the headings above them."""
-    found: dict[str, Table] = {}
-    above: dict[int, str] = {}
+def named_tables(content: Sequence[Block]) -> dict[str, tuple[str, Table]]:
+    """Name the tables of a report after the headings above them, and give those as titles."""
+    found: dict[str, tuple[str, Table]] = {}
+    above: dict[int, Heading] = {}
     for block in content:
         if isinstance(block, Heading):
-            above = {level: text for level, text in above.items() if level < block.level}
-            above[block.level] = block.anchor or slug(block.text)
+            above = {level: heading for level, heading in above.items() if level < block.level}
+            above[block.level] = block
         elif isinstance(block, Table):
-            name = "-".join(text for level, text in above.items() if level > 1) or "table"
+            headings = [heading for level, heading in above.items() if level > 1]
+            name = "-".join(one.anchor or slug(one.text) for one in headings) or "table"
             same = sum(key == name or key.startswith(f"{name}--") for key in found)
-            found[f"{name}--{same + 1}" if same else name] = block
+            titles = [one.anchor or one.text for one in headings[:-1]]
+            title = ": ".join([*titles, *(one.text for one in headings[-1:])]) or "Table"
+            found[f"{name}--{same + 1}" if same else name] = (title, block)
     return found
 
 
 def to_latex(frame: pd.DataFrame, caption: str, label: str) -> str:
-    r"""Return a frame as a LaTeX table for the booktabs package, numbers as in the report.
+    r"""Return a frame as a LaTeX table, numbers as in the report, no wider than the text.
+
+    The document needs ``\usepackage{booktabs,graphicx}``.
 
     Examples
     --------
@@ -83,13 +89,14 @@ def to_latex(frame: pd.DataFrame, caption: str, label: str) -> str:
       \centering
       \caption{All \& more.}
       \label{tab:x}
+      \resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%
       \begin{tabular}{lr}
         \toprule
          & se \\
         \midrule
         c\_1 & 0.5 \\
         \bottomrule
-      \end{tabular}
+      \end{tabular}}
     \end{table}
     <BLANKLINE>
     """
@@ -103,13 +110,14 @@ def to_latex(frame: pd.DataFrame, caption: str, label: str) -> str:
         r"  \centering",
         rf"  \caption{{{escape_latex(caption)}}}",
         rf"  \label{{{label}}}",
+        r"  \resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
         rf"  \begin{{tabular}}{{l{kinds}}}",
         r"    \toprule",
         f"    {' & '.join(map(escape_latex, names))} \\\\",
         r"    \midrule",
         *(f"    {row} \\\\" for row in rows),
         r"    \bottomrule",
-        r"  \end{tabular}",
+        r"  \end{tabular}}",
         r"\end{table}",
     ]
     return "\n".join(lines) + "\n"

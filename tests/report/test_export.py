@@ -1,6 +1,8 @@
 """Tables, citations and model cards: other programs read them, and their numbers are the fit's."""
 
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 
 import numpy as np
@@ -60,6 +62,26 @@ def test_latex_is_balanced_and_says_what_the_report_says(exported) -> None:
             assert len(re.findall(r"(?<!\\)&", line)) == len(columns) - 1
         # Special characters appear only where they mean something.
         assert not re.search(r"(?<!\\)[%#_]", text.split(r"\label")[0] + "".join(body))
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no LaTeX is installed")
+def test_latex_sets_every_table_within_the_text(exported, tmp_path) -> None:
+    files = sorted(exported.tables.glob("*.tex"))
+    inputs = [rf"\input{{{file.as_posix()}}}\clearpage" for file in files]
+    packages = r"\usepackage{booktabs,graphicx}"
+    document = [r"\documentclass{article}", packages, r"\begin{document}", *inputs]
+    (tmp_path / "all.tex").write_text("\n".join([*document, r"\end{document}"]))
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert f"({len(files)} pages" in done.stdout
+    assert "Overfull" not in done.stdout
+
+
+def test_latex_titles_a_table_by_the_headings_above_it(exported) -> None:
+    assert (
+        r"\caption{ouyang: Parameters. " in (exported.tables / "ouyang-parameters.tex").read_text()
+    )
 
 
 def test_latex_escapes_what_a_user_wrote() -> None:
