@@ -9,6 +9,7 @@ Models, runs or whole families are left out of shipped tables::
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,11 +20,14 @@ import numpy as np
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
+from scipy.stats import norm
 
+from qscale import datasets
 from qscale import table as tables
 from qscale.fit import fit
 from qscale.laws import get
 from qscale.plan.backtest import decisions, realised
+from qscale.predict import zero_fit_prediction
 from qscale.validate import leave_one_out
 
 if TYPE_CHECKING:
@@ -76,6 +80,32 @@ def small_models() -> pd.DataFrame:
     return realised(*decisions(rows, refit, leave_one_out(rows, "run"), tolerances=NATS))
 
 
+@dataclass(frozen=True)
+class OwnCurvature:
+    """What ``plan bits --text`` rests on: tested errors of other models, nothing fitted here."""
+
+    columns: tuple[str, ...] = ("quadratic_delta",)
+    name: str = "own curvature"
+
+    def quantiles(self, frame: pd.DataFrame, levels: np.ndarray, _of: str) -> np.ndarray:
+        """Quantiles of the loss increase, shape (levels, rows)."""
+        found = zero_fit_prediction(frame)
+        reach = norm.ppf(levels)[:, None] * found["log_sd"].to_numpy()
+        return np.exp(found["log_mean"].to_numpy() + reach)
+
+
+def own_curvature() -> pd.DataFrame:
+    """Plan each checkpoint of the controlled sweep from its own curvature, nothing fitted to it."""
+    rows = datasets.load("controlled_sweep")
+    rows = rows[(rows["method"] == "rtn") & (rows["fmt"] == "int")].reset_index(drop=True)
+    served = zero_fit_prediction(rows)["why_not"] == ""
+    rows = rows[served].reset_index(drop=True)
+    splits = leave_one_out(rows, "run")
+    choice = ("checkpoint", "protocol")
+    found = decisions(rows, lambda _: OwnCurvature(), splits, tolerances=NATS, choice=choice)
+    return realised(*found)
+
+
 def studies() -> dict[str, pd.DataFrame]:
     """Return the realised shares of each study, one row per promised confidence."""
     found = {
@@ -87,6 +117,7 @@ def studies() -> dict[str, pd.DataFrame]:
         found[f"published, four methods, law with model loss, one {by} out"] = with_model_loss(by)
     found["GPTQ along training, law with learning rate, one run out"] = learning_rates()
     found["seven small models, law of curvature x noise, one model out"] = small_models()
+    found["controlled sweep, own curvature with nothing fitted to it, all runs"] = own_curvature()
     return found
 
 

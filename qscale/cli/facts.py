@@ -1,19 +1,24 @@
-"""What flags say of a checkpoint, shared by the commands of ``qscale plan``."""
+"""Options that predict and the commands of plan share: facts, settings, curvature."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from qscale.cli.console import group_sizes, numbers
-from qscale.cli.described import FLAGS, Count, assigned, described
+from qscale.cli.described import FLAGS, Count, assigned, parted
+from qscale.cli.settings import quantizer_settings
 from qscale.errors import QscaleError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from qscale.fit import Fitted
+    from qscale.quantize.setting import Setting
 
 
 @Parameter(name="*")
@@ -50,8 +55,8 @@ class Facts:
     source: str | None = None
     set_: Annotated[list[str] | None, Parameter(name="--set")] = None
 
-    def known(self, fitted: Fitted, checkpoint: str | None = None) -> dict[str, Any]:
-        """Join flags and what a checkpoint says of itself to values by column.
+    def flags(self, fitted: Fitted | None) -> dict[str, Any]:
+        """Facts that were given, by column.
 
         Raises
         ------
@@ -60,13 +65,18 @@ class Facts:
         """
         flags = {name: getattr(self, name) for name in FLAGS if getattr(self, name) is not None}
         for name, value in flags.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                flag = name.replace("_", "-")
-                raise QscaleError(f"--{flag} must be a finite number. Got {value:g} instead.")
+            require_finite(name, value)
         others = assigned(self.set_ or [], fitted)
         if twice := flags.keys() & others.keys():
             raise QscaleError(f"--set {min(twice)}: it has a flag too; give one of them.")
-        return described(checkpoint, flags | others)
+        return flags | others
+
+
+def require_finite(name: str, value: Any) -> None:
+    """Raise naming an option whose value is a number, but not a finite one."""
+    if isinstance(value, float) and not math.isfinite(value):
+        flag = name.replace("_", "-")
+        raise QscaleError(f"--{flag} must be a finite number. Got {value:g} instead.")
 
 
 NOTHING = Facts()
@@ -111,6 +121,52 @@ class Settings:
 
 
 COMMON = Settings()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Curvature:
+    """How to take a checkpoint's own curvature; nothing is taken without a text.
+
+    Parameters
+    ----------
+    text
+        UTF-8 text file for the curvature of the checkpoint (needs the measure extra).
+    context
+        Tokens per window of the text; by default the model's longest input, but at most 512.
+    probes
+        Backward passes over the probe windows.
+    """
+
+    text: Path | None = None
+    context: int | None = None
+    probes: int = 6
+
+    def quantizers(self, named: Sequence[str | None], settings: Settings) -> list[Setting]:
+        """Check and return the settings of rounding to nearest; none without a text.
+
+        Parameters
+        ----------
+        named
+            Fit and checkpoint as they were named.
+        settings
+            Whose bits and group sizes are crossed.
+
+        Raises
+        ------
+        QscaleError
+            If there is no checkpoint or no text, or an option is wrong.
+        """
+        if self.text is None:
+            return []
+        if parted(*named)[1] is None:
+            raise QscaleError("--text needs a checkpoint folder whose curvature to take.")
+        if not self.text.is_file():
+            raise QscaleError(f"--text {self.text}: no such text file.")
+        return quantizer_settings(settings.bits, settings.group_size)
+
+
+NO_CURVATURE = Curvature()
 
 
 def _listed(text: str | None) -> list[str]:

@@ -10,11 +10,12 @@ from qscale.cli.predicted import guessing, print_plain, widths
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     import numpy as np
     import pandas as pd
 
+    from qscale.cli.facts import Curvature
+    from qscale.cli.subject import Subject
     from qscale.fit import Fit
     from qscale.quantize.setting import Setting
     from qscale.regress import Regression
@@ -22,13 +23,20 @@ if TYPE_CHECKING:
 _APART = 2.0  # joint standard deviations
 
 
-def curvature(
-    checkpoint: str, path: Path, settings: Sequence[Setting], context: int | None, probes: int
-) -> pd.DataFrame:
-    """Predict round-to-nearest from curvature times noise, nothing fitted; see `zero_fit`."""
+def curvature_of(
+    subject: Subject, how: Curvature, settings: Sequence[Setting]
+) -> pd.DataFrame | None:
+    """Predict round-to-nearest from curvature times noise, nothing fitted; see `zero_fit`.
+
+    None if no text was given.
+    """
+    if how.text is None or subject.checkpoint is None:
+        return None
     from qscale.measure.zerofit import zero_fit  # noqa: PLC0415
 
-    found = zero_fit(checkpoint, path, settings=settings, context=context, num_probes=probes)
+    found = zero_fit(
+        subject.checkpoint, how.text, settings=settings, context=how.context, num_probes=how.probes
+    )
     return found.assign(method="rtn", fmt="int")
 
 
@@ -47,26 +55,24 @@ def _methods(fitted: Fit | Regression | None) -> Sequence[str] | None:
 
 
 def joined(
-    fitted: Fit | Regression | None,
-    known: Mapping[str, Any],
-    settings: Mapping[str, Sequence[Any]],
-    rows: pd.DataFrame,
-    symbols: int | None,
-) -> pd.DataFrame:
-    """Print predictions from curvature, from the fit, and both together; return them by setting.
-
-    A fit that is far outside its data is shown, but not joined.
+    fitted: Fit | Regression | None, subject: Subject, rows: pd.DataFrame
+) -> tuple[pd.DataFrame, list[str]]:
+    """Predict from curvature, from the fit, and by both together.
 
     Parameters
     ----------
     fitted
         What predicts beside it; None if nothing can.
-    known, settings
-        As for `qscale.cli.described.settings_of`.
+    subject
+        What is known, and what was asked for.
     rows
-        What `curvature` returned.
-    symbols
-        Size of the vocabulary, if known.
+        What `curvature_of` returned.
+
+    Returns
+    -------
+    pandas.DataFrame, list of str
+        One line for each setting, and what is to be said of them. A fit that is far outside its
+        data is in, but not joined.
     """
     import numpy as np  # noqa: PLC0415
     import pandas as pd  # noqa: PLC0415
@@ -74,12 +80,21 @@ def joined(
     from qscale.predict import combine, zero_fit_prediction  # noqa: PLC0415
 
     own = zero_fit_prediction(rows)
-    why, (law, law_sd) = _by_law(fitted, known, settings, rows)
+    why, (law, law_sd) = _by_law(fitted, subject.known, subject.settings, rows)
     both = combine((own["log_mean"].to_numpy(), own["log_sd"].to_numpy()), (law, law_sd))
     found = pd.concat([rows.reset_index(drop=True), both], axis=1)
     found = found.assign(
         corrected=np.exp(own["log_mean"]), by_law=np.exp(law), why_not=own["why_not"]
     )
+    loss = subject.known.get("loss_fp")
+    guessed = guessing(found["bits"], found["delta_loss"], loss, subject.symbols)
+    return found, [*why, *_meaning(found), *_unused(found), *_disagreeing(found), *guessed]
+
+
+def show(found: pd.DataFrame, notes: Sequence[str], by: str) -> None:
+    """Print what `joined` returned; ``by`` names the law."""
+    import pandas as pd  # noqa: PLC0415
+
     lines = [
         (
             number(row["bits"]),
@@ -93,18 +108,15 @@ def joined(
         )
         for _, row in found.iterrows()
     ]
-    by = fitted.name if fitted else "law"
     heading = ("bits", "group_size", "bits_per_weight", "joined", "90 % interval", "curvature", by,
                "weight of curvature")  # fmt: skip
     print_plain(
         "\nLoss increase by round-to-nearest, nats per token, from the checkpoint's curvature "
-        f"({rows['backward_passes'].iloc[0]:g} backward passes, ± 1 SE) and the law."
+        f"({found['backward_passes'].iloc[0]:g} backward passes, ± 1 SE) and the law."
     )
     console.print(table("", heading, lines))
-    guessed = guessing(found["bits"], found["delta_loss"], known.get("loss_fp"), symbols)
-    for sentence in (*why, *_meaning(found), *_unused(found), *_disagreeing(found), *guessed):
+    for sentence in notes:
         print_plain(f"Note: {sentence}")
-    return found
 
 
 def _by_law(

@@ -8,20 +8,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from qscale.cli import joined as both
 from qscale.cli.console import Seed, console, number, refuse_existing, table
-from qscale.cli.described import measured, settings_of
-from qscale.cli.facts import COMMON, NOTHING, Facts, Settings
+from qscale.cli.described import settings_of
+from qscale.cli.facts import COMMON, NO_CURVATURE, NOTHING, Curvature, Facts, Settings
+from qscale.cli.subject import predicted_by, subject_of, with_measured
 from qscale.errors import QscaleError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import pandas as pd
 
+    from qscale.cli.subject import Subject
     from qscale.fit import Fitted
     from qscale.plan import Choice
+    from qscale.quantize.setting import Setting
 
 
 def bits(
-    fit: str,
+    fit: str | None = None,
     checkpoint: str | None = None,
     /,
     *,
@@ -31,6 +37,7 @@ def bits(
     facts: Facts = NOTHING,
     settings: Settings = COMMON,
     given: Path | None = None,
+    curvature: Curvature = NO_CURVATURE,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     force: bool = False,
     seed: Seed = 0,
@@ -38,7 +45,10 @@ def bits(
     r"""Find the fewest bits per weight whose loss increase stays within a tolerance.
 
     A setting is kept if the upper prediction bound of a new checkpoint, at the stated confidence,
-    is within the tolerance. examples/plan_bits.py tests such promises on left-out rows.
+    is within the tolerance. Without a fit, the shipped one that covers the checkpoint best is
+    taken. With --text round-to-nearest is planned from the checkpoint's own curvature, joined with
+    the fit's prediction as in qscale predict. examples/plan_bits.py tests such promises on
+    checkpoints that were left out.
 
     ```sh
     # At most 10 % more perplexity, with a probability of 90 %
@@ -48,6 +58,9 @@ def bits(
     qscale plan bits published_gptq_kumar --n-params 70e9 --tokens 2e12 \
         --method gptq --bits 3,4 --group-size 64,128,row \
         --tolerance 0.05 --confidence 0.75
+    # A checkpoint, by its own curvature on a text
+    qscale plan bits examples/checkpoints/tiny-wsd-decayed --ppl-ratio 1.02 \
+        --bits 3,4,5,6 --text examples/texts/austen-wilde-darwin.txt
     ```
 
     Next: qscale quantize writes the model, qscale measure checks the promise.
@@ -55,9 +68,10 @@ def bits(
     Parameters
     ----------
     fit
-        A fit written by qscale fit or qscale regress, or the name of a shipped fit.
+        A fit written by qscale fit or qscale regress, or the name of a shipped fit. May be left
+        out, as in qscale predict.
     checkpoint
-        Hugging Face folder or hub id: parameters are counted, its qscale.toml is read.
+        Hugging Face folder, .gguf file or hub id: parameters are counted, its qscale.toml is read.
     tolerance
         Largest loss increase that is accepted, nats per token.
     ppl_ratio
@@ -75,12 +89,28 @@ def bits(
         Seed of the draws of a bootstrap fit.
     """
     from qscale import table as tables  # noqa: PLC0415
-    from qscale.load import load_fitted  # noqa: PLC0415
-    from qscale.plan.bits import fewest_bits, in_unit_of  # noqa: PLC0415
+    from qscale.plan.bits import check  # noqa: PLC0415
 
     refuse_existing(output, force)
     nats = _nats(tolerance, ppl_ratio)
-    fitted = load_fitted(fit)
+    check(nats, confidence)
+    quantizers = curvature.quantizers((fit, checkpoint), settings)
+    of_rounding = curvature.text is not None
+    subject = subject_of(
+        fit, checkpoint, facts, settings, given=given, of_rounding=of_rounding, reading=("bits",)
+    )
+    if of_rounding:
+        choice = _by_curvature(subject, curvature, quantizers, given, nats, confidence)
+    else:
+        _require_in_nats(subject.fitted, ppl_ratio)
+        choice = _by_law(subject, given, nats, confidence, seed)
+    if output is not None:
+        tables.write(choice.settings, output)
+        console.print(f"Written to {output}.", markup=False)
+
+
+def _require_in_nats(fitted: Fitted, ppl_ratio: float | None) -> None:
+    """Raise if a fit cannot tell what a width costs, or tells it in another unit."""
     if ppl_ratio is not None and fitted.target == "kl":
         raise QscaleError("--ppl-ratio is about the loss, and the fit predicts kl: --tolerance.")
     if not {"bits", "bits_per_weight"} & set(fitted.columns):
@@ -88,29 +118,79 @@ def bits(
             f"{fitted.name} does not read bits, so that it cannot tell their costs apart. Use a "
             "fit whose law does."
         )
-    known = facts.known(fitted, checkpoint)
-    accepted = in_unit_of(fitted.target, nats, known.get("loss_fp"))
-    frame = with_stored_bits(fitted, known, settings)
-    told: Fitted = fitted
-    if given is not None:
-        rows, frame = measured(fitted, known, settings.values(), frame, given)
-        told = fitted.given(rows)
+
+
+def _by_law(
+    subject: Subject, given: Path | None, nats: float, confidence: float, seed: int
+) -> Choice:
+    """Plan from a fit, and print it."""
+    from qscale.plan.bits import fewest_bits, in_unit_of  # noqa: PLC0415
+    from qscale.predict import outside  # noqa: PLC0415
+
+    fitted = subject.fitted
+    accepted = in_unit_of(fitted.target, nats, subject.known.get("loss_fp"))
+    frame = with_stored_bits(fitted, subject.known, subject.settings)
+    told, frame, rows = with_measured(subject, frame, given)
     choice = fewest_bits(told, frame, accepted, confidence, seed=seed)
-    _show(fitted, choice, nats)
-    if given is not None:
+    print_origin(fitted, subject.chosen)
+    _show(choice, nats)
+    if rows is not None:
         console.print(f"Given: {len(rows)} measured row{'s' * (len(rows) > 1)} of {given}.")
-    if output is not None:
-        tables.write(choice.settings, output)
-        console.print(f"Written to {output}.", markup=False)
+    for sentence in (*outside(fitted, _told(choice)), *fitted.notes):
+        console.print(f"Note: {sentence}", markup=False)
+    return choice
 
 
-def with_stored_bits(fitted: Fitted, known: dict[str, Any], settings: Settings) -> pd.DataFrame:
+def _by_curvature(
+    subject: Subject,
+    curvature: Curvature,
+    quantizers: Sequence[Setting],
+    given: Path | None,
+    nats: float,
+    confidence: float,
+) -> Choice:
+    """Plan round-to-nearest from curvature joined with a fit, and print both."""
+    from qscale.plan.bits import fewest_bits_of  # noqa: PLC0415
+    from qscale.predict import outside  # noqa: PLC0415
+
+    law = predicted_by(subject, given) if subject.usable else None
+    if not both.of_rounding(None if law is None else law.fitted, subject.settings):
+        raise QscaleError("--text is about rtn, which --method or the fit does not have.")
+    rows = both.curvature_of(subject, curvature, quantizers)
+    if rows is None:
+        raise QscaleError("--text needs a checkpoint folder whose curvature to take.")
+    if law is not None:
+        print_origin(law.fitted, subject.chosen)
+    informed = None if law is None else law.informed
+    found, notes = both.joined(informed, subject, rows)
+    both.show(found, notes, "law" if informed is None else informed.name)
+    if law is not None and (found["weight"] < 1).any():
+        for sentence in outside(law.fitted, law.frame):
+            console.print(f"Note: {sentence}", markup=False)
+    offered = found[found["delta_loss"].notna()]
+    if offered.empty:
+        raise QscaleError("nothing is predicted at any of these settings: see the notes above.")
+    choice = fewest_bits_of(offered, nats, confidence)
+    _show(choice, nats)
+    return choice
+
+
+def print_origin(fitted: Fitted, chosen: Sequence[str]) -> None:
+    """Print what predicts, and why it was chosen if it was not named."""
+    data = fitted.data
+    console.print(f"\n{fitted.name} fitted on {data.rows} rows of {data.name}.", markup=False)
+    for sentence in chosen:
+        console.print(f"Chosen: {sentence}", markup=False)
+
+
+def with_stored_bits(
+    fitted: Fitted, known: dict[str, Any], values: dict[str, list[Any]]
+) -> pd.DataFrame:
     """One row for each setting with what it stores, which some laws read."""
     import pandas as pd  # noqa: PLC0415
 
     from qscale.plan.bits import stored_bits_per_weight  # noqa: PLC0415
 
-    values = settings.values()
     if "bits_per_weight" not in fitted.columns or known.get("bits_per_weight") is not None:
         frame = settings_of(fitted, known, values)
         return frame.assign(bits_per_weight=stored_bits_per_weight(frame))
@@ -139,12 +219,8 @@ def _nats(tolerance: float | None, ppl_ratio: float | None) -> float:
     return math.log(ppl_ratio)
 
 
-def _show(fitted: Fitted, choice: Choice, nats: float) -> None:
-    """Print the settings, the answer and what it rests on."""
-    from qscale.predict import outside  # noqa: PLC0415
-
-    data = fitted.data
-    console.print(f"\n{fitted.name} fitted on {data.rows} rows of {data.name}.", markup=False)
+def _show(choice: Choice, nats: float) -> None:
+    """Print the settings and the answer."""
     frame = choice.settings
     shown = [c for c in ("bits", "group_size", "method", "fmt") if c in frame.columns]
     rows = [
@@ -179,9 +255,12 @@ def _show(fitted: Fitted, choice: Choice, nats: float) -> None:
         )
         if chosen.name == 0 and len(frame) > 1:
             console.print("Note: it is the smallest setting offered; a smaller one may do.")
-    told = frame if chosen is None else frame[frame.index == chosen.name]
-    for sentence in (*outside(fitted, told), *fitted.notes):
-        console.print(f"Note: {sentence}", markup=False)
+
+
+def _told(choice: Choice) -> pd.DataFrame:
+    """Return the setting that was chosen, or all if none was."""
+    frame, chosen = choice.settings, choice.chosen
+    return frame if chosen is None else frame[frame.index == chosen.name]
 
 
 def _name(row: pd.Series, shown: list[str]) -> str:

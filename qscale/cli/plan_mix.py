@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -25,7 +26,8 @@ SHOWN = 40
 
 def mix(
     *matrices: Path,
-    bits_per_weight: float,
+    bits_per_weight: float | None = None,
+    memory: float | None = None,
     cost: Cost = "gauss_newton_delta",
     or_none: bool = False,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
@@ -40,8 +42,8 @@ def mix(
     ```sh
     # From tables of qscale sensitivity for 3 and 4 bits
     qscale plan mix int3.csv int4.csv --bits-per-weight 3.75 -o mix.toml
-    # A matrix may also be left as it is
-    qscale plan mix int3.csv int4.csv --bits-per-weight 4.5 --or-none
+    # Within 2 GB for the matrices, each of which may also be left as it is
+    qscale plan mix int3.csv int4.csv --memory 2e9 --or-none
     ```
 
     Next: qscale measure CHECKPOINT --spec mix.toml, and qscale quantize with the same spec.
@@ -53,6 +55,8 @@ def mix(
         from, such as int2.csv int3.csv int4.csv.
     bits_per_weight
         Largest stored bits per weight over all matrices.
+    memory
+        The same as bytes of all matrices, such as 2e9.
     cost
         Column to add up: predicted along the error, predicted without direction, or measured.
     or_none
@@ -78,12 +82,27 @@ def mix(
     settings = {
         spec: _setting(spec) for spec in frame.get("spec", pd.Series(dtype=object)).unique()
     }
-    found = allocate(frame, bits_per_weight, cost=cost, or_none=or_none)
+    budget = _budget(frame, bits_per_weight, memory)
+    found = allocate(frame, budget, cost=cost, or_none=or_none)
     made = as_mix(found.choices, settings)
     _show(found, cost)
     if output is not None:
         made.write(output)
         console.print(f"Written to {output}.", markup=False)
+
+
+def _budget(frame: pd.DataFrame, bits_per_weight: float | None, memory: float | None) -> float:
+    """Return the budget in bits per weight, of which one form must be given."""
+    from qscale.table import require_numbers  # noqa: PLC0415
+
+    if memory is None and bits_per_weight is not None:
+        return bits_per_weight
+    if memory is None or bits_per_weight is not None:
+        raise QscaleError("give a budget: either --bits-per-weight or --memory.")
+    if not (math.isfinite(memory) and memory > 0):
+        raise QscaleError(f"--memory must be a number above zero. Got {memory:g} instead.")
+    require_numbers(frame, ["n"], "the tables of qscale sensitivity")
+    return 8 * memory / float(frame.drop_duplicates("matrix")["n"].sum())
 
 
 def as_mix(choices: pd.DataFrame, settings: dict[str, Setting]) -> Mix:

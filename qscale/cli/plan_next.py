@@ -10,7 +10,8 @@ from cyclopts import Parameter
 
 from qscale.cli.console import console, number, refuse_existing, table
 from qscale.cli.facts import NOTHING, Facts, Settings
-from qscale.cli.plan_bits import with_stored_bits
+from qscale.cli.plan_bits import print_origin, with_stored_bits
+from qscale.cli.subject import subject_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,7 +23,7 @@ _SHOWN = ("run", "family", "n_params", "tokens", "lr_peak", "lr", "bits", "group
 
 
 def next_(
-    fit: str,
+    fit: str | None = None,
     checkpoint: str | None = None,
     /,
     *,
@@ -55,7 +56,8 @@ def next_(
     Parameters
     ----------
     fit
-        A fit of a law, written by qscale fit, or the name of a shipped one.
+        A fit of a law, written by qscale fit, or the name of a shipped one. May be left out, as in
+        qscale predict.
     checkpoint
         Hugging Face folder or hub id of the checkpoint to be predicted.
     candidates
@@ -75,13 +77,13 @@ def next_(
     from qscale import datasets  # noqa: PLC0415
     from qscale import table as tables  # noqa: PLC0415
     from qscale.fit.rows import matches  # noqa: PLC0415
-    from qscale.load import load_fitted  # noqa: PLC0415
     from qscale.plan.joint import require_law  # noqa: PLC0415
     from qscale.plan.next import choose  # noqa: PLC0415
 
     refuse_existing(output, force)
-    fitted = require_law(load_fitted(fit), "the fit")
-    targets = with_stored_bits(fitted, facts.known(fitted, checkpoint), settings)
+    subject = subject_of(fit, checkpoint, facts, settings)
+    fitted = require_law(subject.fitted, "the fit")
+    targets = with_stored_bits(fitted, subject.known, subject.settings)
     pool = tables.read(datasets.find(candidates))
     if where is not None:
         pool = pool[matches(pool, where, candidates)]
@@ -89,6 +91,7 @@ def next_(
     pool = pool[pool[list(fitted.columns)].notna().all(axis=1)]
     own = {c: targets[c].iloc[0] for c in _grouping(fitted) if c in targets and c not in pool}
     found = choose(fitted, pool.assign(**own), targets, count, criterion=criterion)
+    print_origin(fitted, subject.chosen)
     _show(fitted, found, targets, len(pool))
     if output is not None:
         tables.write(found, output)

@@ -11,13 +11,15 @@ from cyclopts import Parameter
 
 from qscale.cli.console import Seed, console, number, numbers, refuse_existing, table
 from qscale.cli.facts import COMMON, NOTHING, Facts, Settings
-from qscale.cli.plan_bits import with_stored_bits
+from qscale.cli.plan_bits import print_origin, with_stored_bits
 from qscale.cli.plan_tokens import LOSS, SETTING
+from qscale.cli.subject import subject_of
 from qscale.errors import QscaleError
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from qscale.cli.subject import Subject
     from qscale.fit import Fit
 
 
@@ -61,6 +63,7 @@ def pareto(
     ----------
     fit
         A fit of delta_loss or relative_delta, written by qscale fit, or the name of a shipped one.
+        Left out, the shipped one that covers the family best is taken.
     loss
         A fit of loss_fp.
     memory
@@ -88,8 +91,8 @@ def pareto(
     budgets = [] if memory is None else numbers(memory, "--memory")
     if any(budget <= 0 for budget in budgets):
         raise QscaleError("--memory must be above zero.")
-    if (fit is None) == (measured is None):
-        raise QscaleError("give either a fit or --measured with a table.")
+    if fit is not None and measured is not None:
+        raise QscaleError("give either a fit or --measured with a table, not both.")
     if measured is not None:
         found = _of_table(measured, where)
         _show(found, budgets)
@@ -98,10 +101,13 @@ def pareto(
         from qscale.plan.joint import require_law  # noqa: PLC0415
         from qscale.plan.pareto import predicted  # noqa: PLC0415
 
-        delta = require_law(load_fitted(str(fit)), "the fit of the increase")
         base = require_law(load_fitted(loss), "--loss")
-        frame = _points(delta, facts, settings, sizes, budgets, tokens_per_param)
+        sized = _sized(facts, sizes, budgets, tokens_per_param)
+        subject = subject_of(fit, None, sized, settings, reading=("n_params", "bits"))
+        delta = require_law(subject.fitted, "the fit of the increase")
+        frame = _points(delta, subject, sizes, budgets, tokens_per_param)
         found = predicted(base, delta, frame, count=draws, seed=seed)
+        print_origin(delta, subject.chosen)
         _show(found, budgets)
         _notes(base, delta, found)
     if output is not None:
@@ -120,10 +126,26 @@ def _of_table(name: str, where: str | None) -> pd.DataFrame:
     return measured(frame if where is None else frame[matches(frame, where, name)])
 
 
+def _sized(
+    facts: Facts, sizes: str | None, budgets: list[float], tokens_per_param: float | None
+) -> Facts:
+    """Check what says how large and how long, and stand in for what varies."""
+    if facts.n_params is not None:
+        raise QscaleError("--n-params is one size; give --sizes, or --memory alone.")
+    if not sizes and not budgets:
+        raise QscaleError(
+            "give --sizes to choose from, or --memory to fill, or --measured with a table."
+        )
+    if tokens_per_param is not None and not tokens_per_param > 0:
+        raise QscaleError(f"--tokens-per-param must be above zero. Got {tokens_per_param:g}.")
+    if (tokens_per_param is None) == (facts.tokens is None):
+        raise QscaleError("give the training tokens: either --tokens or --tokens-per-param.")
+    return replace(facts, n_params=1e9, tokens=facts.tokens or 1e9)
+
+
 def _points(
     delta: Fit,
-    facts: Facts,
-    settings: Settings,
+    subject: Subject,
     sizes: str | None,
     budgets: list[float],
     tokens_per_param: float | None,
@@ -133,17 +155,7 @@ def _points(
 
     from qscale.plan.pareto import largest_models  # noqa: PLC0415
 
-    if facts.n_params is not None:
-        raise QscaleError("--n-params is one size; give --sizes, or --memory alone.")
-    if tokens_per_param is not None and not tokens_per_param > 0:
-        raise QscaleError(f"--tokens-per-param must be above zero. Got {tokens_per_param:g}.")
-    if (tokens_per_param is None) == (facts.tokens is None):
-        raise QscaleError("give the training tokens: either --tokens or --tokens-per-param.")
-    if not sizes and not budgets:
-        raise QscaleError("give --sizes to choose from, or --memory to fill.")
-    described: dict[str, Any] = {"n_params": 1e9, "tokens": facts.tokens or 1e9}
-    known = replace(facts, n_params=None, tokens=None).known(delta) | described
-    frame = with_stored_bits(delta, known, settings)
+    frame = with_stored_bits(delta, subject.known, subject.settings)
     if sizes:
         parts = [frame.assign(n_params=size) for size in numbers(sizes, "--sizes")]
         frame = pd.concat(parts, ignore_index=True)

@@ -9,8 +9,9 @@ from cyclopts import Parameter
 
 from qscale.cli.console import Seed, console, number, pairs, refuse_existing, span, table
 from qscale.cli.facts import NOTHING, Facts, Settings
-from qscale.cli.plan_bits import with_stored_bits
+from qscale.cli.plan_bits import print_origin, with_stored_bits
 from qscale.cli.plan_tokens import SETTING
+from qscale.cli.subject import subject_of
 from qscale.errors import QscaleError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _PLAIN = Settings(bits="3,4")
 
 
 def schedule(
-    fit: str,
+    fit: str | None = None,
     checkpoint: str | None = None,
     /,
     *,
@@ -53,7 +54,8 @@ def schedule(
     ----------
     fit
         A fit whose law reads learning rates or tokens, or the name of a shipped one, such as
-        learning_rate_gptq_lr_anneal.
+        learning_rate_gptq_lr_anneal. Left out, the shipped one that reads what is tried and covers
+        the checkpoint best is taken.
     checkpoint
         Hugging Face folder or hub id: parameters are counted, its qscale.toml is read.
     try_
@@ -69,17 +71,19 @@ def schedule(
         Seed of the draws.
     """
     from qscale import table as tables  # noqa: PLC0415
-    from qscale.load import load_fitted  # noqa: PLC0415
     from qscale.plan.joint import require_law  # noqa: PLC0415
     from qscale.plan.schedule import alternatives  # noqa: PLC0415
 
     refuse_existing(output, force)
-    fitted = require_law(load_fitted(fit), "the fit")
     if not try_:
         raise QscaleError("give an alternative, such as --try lr_peak=1e-3.")
     changes = [_change(text) for text in try_]
-    rows = with_stored_bits(fitted, facts.known(fitted, checkpoint), settings)
+    tried = {name for change in changes for name in change}
+    subject = subject_of(fit, checkpoint, facts, settings, reading=tried)
+    fitted = require_law(subject.fitted, "the fit")
+    rows = with_stored_bits(fitted, subject.known, subject.settings)
     found = alternatives(fitted, rows, changes, count=draws, seed=seed)
+    print_origin(fitted, subject.chosen)
     _show(fitted, found)
     if output is not None:
         tables.write(found, output)
@@ -101,8 +105,6 @@ def _show(fitted: Fit, found: pd.DataFrame) -> None:
     """Print the alternatives and what they rest on."""
     from qscale.predict import outside  # noqa: PLC0415
 
-    data = fitted.data
-    console.print(f"\n{fitted.name} fitted on {data.rows} rows of {data.name}.", markup=False)
     shown = [c for c in SETTING if c in found.columns]
     rows = [
         (
@@ -124,10 +126,10 @@ def _show(fitted: Fit, found: pd.DataFrame) -> None:
         "the ratio is the law's for the average run; the loss before quantization also depends on "
         "the schedule, and is not predicted here."
     )
-    levels = data.clusters
+    data = fitted.data
     said.append(
-        f"the law has seen {levels} different {data.cluster}s: what it says of rates between and "
-        "beyond theirs is its form's, not theirs."
+        f"the law has seen {data.clusters} different {data.cluster}s: what it says of rates "
+        "between and beyond theirs is its form's, not theirs."
     )
     for sentence in [*said, *fitted.notes]:
         console.print(f"Note: {sentence}", markup=False)

@@ -11,18 +11,22 @@ from cyclopts import Parameter
 from qscale.cli.console import Seed, console, number, refuse_existing, table
 from qscale.cli.facts import COMMON, NOTHING, Facts, Settings
 from qscale.cli.plan_bits import with_stored_bits
+from qscale.cli.subject import subject_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import pandas as pd
 
     from qscale.fit import Fit
 
 LOSS = "chinchilla_points_chinchilla"
+_SOME = 1e11  # tokens, where none are said
 SETTING = ("bits", "group_size", "method", "fmt")
 
 
 def tokens(
-    fit: str,
+    fit: str | None = None,
     checkpoint: str | None = None,
     /,
     *,
@@ -53,6 +57,7 @@ def tokens(
     ----------
     fit
         A fit of delta_loss or relative_delta, written by qscale fit, or the name of a shipped one.
+        Left out, the shipped one that reads tokens and covers the checkpoint best is taken.
     checkpoint
         Hugging Face folder or hub id: parameters are counted, its qscale.toml is read.
     loss
@@ -72,20 +77,24 @@ def tokens(
     from qscale.plan.tokens import critical_tokens  # noqa: PLC0415
 
     refuse_existing(output, force)
-    delta = require_law(load_fitted(fit), "the fit of the increase")
     base = require_law(load_fitted(loss), "--loss")
-    known = facts.known(delta, checkpoint)
-    now = known.get("tokens")
-    frame = with_stored_bits(delta, known | {"tokens": now or 1e9}, settings)
+    subject = subject_of(
+        fit, checkpoint, facts, settings, reading=("tokens",), solved={"tokens": _SOME}
+    )
+    delta = require_law(subject.fitted, "the fit of the increase")
+    now = subject.known.get("tokens")
+    frame = with_stored_bits(delta, subject.known | {"tokens": now or _SOME}, subject.settings)
     found = critical_tokens(base, delta, frame, count=draws, seed=seed)
-    _show(base, delta, found, now)
+    _show(base, delta, found, now, subject.chosen)
     if output is not None:
         written = found.replace({np.inf: np.nan})  # a table holds no infinities
         tables.write(written, output)
         console.print(f"Written to {output}; a cell is empty where there are none.", markup=False)
 
 
-def _show(loss: Fit, delta: Fit, found: pd.DataFrame, now: float | None) -> None:
+def _show(
+    loss: Fit, delta: Fit, found: pd.DataFrame, now: float | None, chosen: Sequence[str]
+) -> None:
     """Print the critical tokens of each setting and what they rest on."""
     from qscale.predict import outside  # noqa: PLC0415
 
@@ -94,6 +103,8 @@ def _show(loss: Fit, delta: Fit, found: pd.DataFrame, now: float | None) -> None
         f"{delta.target}: {delta.name} fitted on {delta.data.rows} rows of {delta.data.name}.",
         markup=False,
     )
+    for sentence in chosen:
+        console.print(f"Chosen: {sentence}", markup=False)
     shown = [c for c in SETTING if c in found.columns]
     rows = [
         (

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from qscale.columns import COLUMNS
 from qscale.errors import FitError, TableError
 from qscale.laws import columns_of
 from qscale.table import require, require_numbers
@@ -180,9 +181,13 @@ def explain(set_aside: list[SetAside] | tuple[SetAside, ...]) -> str:
 
 
 def copies(frame: pd.DataFrame, law: Law, cluster: str) -> tuple[str, ...]:
-    """Say in a sentence how many rows repeat another row of their cluster; nothing if none does."""
-    named = frame.loc[frame[cluster].notna(), [*dict.fromkeys((*law.columns, law.target, cluster))]]
-    found = int(named.duplicated().sum())
+    """Say in a sentence how many rows repeat another row of their cluster; nothing if none does.
+
+    Two settings that a law cannot tell apart may cost the same: all known columns count.
+    """
+    known = [column for column in frame.columns if column in COLUMNS]
+    compared = [*dict.fromkeys((*law.columns, law.target, cluster, *known))]
+    found = int(frame.loc[frame[cluster].notna(), compared].duplicated().sum())
     subject = "1 row repeats" if found == 1 else f"{found} rows repeat"
     text = (
         f"{subject} another row of the same {cluster} exactly, target included: drop copies, which "

@@ -1,7 +1,7 @@
 """Plan from fits: bit widths, mixes, sizes, training length, schedules, further measurements."""
 
 from qscale.plan.backtest import decisions, realised
-from qscale.plan.bits import Choice, fewest_bits
+from qscale.plan.bits import Choice, fewest_bits, fewest_bits_of
 from qscale.plan.mix import Allocation, allocate
 from qscale.plan.next import choose
 from qscale.plan.pareto import frontier
@@ -17,6 +17,7 @@ __all__ = [
     "critical_tokens",
     "decisions",
     "fewest_bits",
+    "fewest_bits_of",
     "frontier",
     "realised",
 ]

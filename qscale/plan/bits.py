@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from scipy.stats import norm
 
 from qscale.errors import QscaleError
 from qscale.table import require_numbers
@@ -99,14 +100,59 @@ def fewest_bits(
             f"{fit.name}: the fit has no interval for some setting, so that no tolerance can be "
             "promised. Fit again with --interval model or sandwich."
         )
+    return _choice(frame, fit.target, found, tolerance, confidence)
+
+
+def fewest_bits_of(predictions: pd.DataFrame, tolerance: float, confidence: float = 0.9) -> Choice:
+    """Find the setting of fewest bits per weight that keeps a tolerance, from predictions.
+
+    As `fewest_bits`, of log-normal predictions such as those of a checkpoint's own curvature, alone
+    or joined with a law's (`qscale.predict.combine`).
+
+    Parameters
+    ----------
+    predictions
+        One row for each setting: ``bits_per_weight``, ``delta_loss`` (median, nats per token) and
+        ``log_sd``, the standard deviation of its logarithm.
+    tolerance
+        Largest loss increase that is accepted, nats per token.
+    confidence
+        Probability that the chosen setting's increase is within the tolerance, between 0 and 1.
+
+    Raises
+    ------
+    QscaleError
+        If an option is out of its range.
+    TableError
+        If a column is missing or null.
+
+    Examples
+    --------
+    >>> import pandas as pd
+    >>> found = pd.DataFrame({"bits_per_weight": [3.125, 4.125], "delta_loss": [0.2, 0.04]})
+    >>> fewest_bits_of(found.assign(log_sd=0.3), 0.1).settings["kept"].tolist()
+    [False, True]
+    """
+    check(tolerance, confidence)
+    require_numbers(predictions, ["bits_per_weight", "delta_loss", "log_sd"], "predictions")
+    frame = predictions.reset_index(drop=True)
+    reach = norm.ppf(np.array([0.5, confidence, *_GRID]))[:, None] * frame["log_sd"].to_numpy(float)
+    found = frame["delta_loss"].to_numpy(float) * np.exp(reach)
+    return _choice(frame, "delta_loss", found, tolerance, confidence)
+
+
+def _choice(
+    frame: pd.DataFrame, target: str, found: Array, tolerance: float, confidence: float
+) -> Choice:
+    """Sort settings and say which are kept, from quantiles at 0.5, the confidence and the grid."""
     settings = frame.assign(
-        **{fit.target: found[0]},
+        **{target: found[0]},
         bound=found[1],
         probability=[share_below(found[2:, i], tolerance) for i in range(len(frame))],
         kept=found[1] <= tolerance,
     )
     settings = settings.sort_values(["bits_per_weight", "bound"], kind="stable", ignore_index=True)
-    return Choice(settings, fit.target, tolerance, confidence)
+    return Choice(settings, target, tolerance, confidence)
 
 
 def share_below(quantiles: Array, tolerance: float) -> float:

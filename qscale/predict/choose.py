@@ -132,7 +132,7 @@ def reasons(ranked: Sequence[Candidate]) -> list[str]:
     data = first.fit.data
     unseen = f", has not seen {' or '.join(first.unseen)}" if first.unseen else ""
     said = (
-        f"{first.name} covers this best of {len(ranked)} fits: it reads "
+        f"{first.name} covers this best of {len(ranked)} fit{'s' * (len(ranked) > 1)}: it reads "
         f"{', '.join(first.read)}{unseen} and {_further(first)}, "
         f"from {data.rows} rows of {data.clusters} {data.cluster}s."
     )

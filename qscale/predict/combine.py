@@ -70,24 +70,21 @@ def zero_fit_prediction(rows: pd.DataFrame, fits: Mapping[str, Fit] | None = Non
     require(rows, ("bits", "method", "fmt", "quadratic_delta"), "zero-fit rows")
     known = load_all() if fits is None else fits
     tested = [fit for fit in known.values() if fit.columns == ("quadratic_delta",)]
-    lines = []
-    for position in range(len(rows)):
-        row = rows.iloc[[position]].reset_index(drop=True)
-        why_not = _why_not(row, tested)
-        mean, sd = np.nan, np.nan
-        if not why_not:
-            fit = next(fit for fit in tested if not _gaps(fit, row))
-            (mean,), (sd,) = normal_log(fit, row)
-            if "quadratic_delta_se" in row.columns:
-                probes = float(row["quadratic_delta_se"].iloc[0] / row["quadratic_delta"].iloc[0])
-                sd = float(np.hypot(sd, np.nan_to_num(probes)))
-        lines.append((mean, sd, why_not))
-    return pd.DataFrame(lines, columns=["log_mean", "log_sd", "why_not"])
+    servers = [_server(row, tested) for _, row in rows.iterrows()]
+    mean, sd = np.full(len(rows), np.nan), np.full(len(rows), np.nan)
+    for one in tested:
+        own = np.array([server is one for server, _ in servers])
+        if own.any():
+            mean[own], sd[own] = normal_log(one, rows[own].reset_index(drop=True))
+    if "quadratic_delta_se" in rows.columns:
+        share = rows["quadratic_delta_se"] / rows["quadratic_delta"].replace(0, np.nan)
+        sd = np.hypot(sd, share.to_numpy(dtype=float, na_value=0.0))
+    why_not = [why for _, why in servers]
+    return pd.DataFrame({"log_mean": mean, "log_sd": sd, "why_not": why_not})
 
 
-def _gaps(fit: Fit, row: pd.DataFrame) -> list[str]:
+def _gaps(fit: Fit, value: pd.Series) -> list[str]:
     """Columns in which a fit's rows do not cover a row; the size of the increase comes last."""
-    value = row.iloc[0]
     labels = ("method", "fmt")
     found = [c for c in labels if str(value[c]) not in fit.data.levels.get(c, ())]
     low, high = fit.data.ranges["bits"]
@@ -99,17 +96,24 @@ def _gaps(fit: Fit, row: pd.DataFrame) -> list[str]:
     return found
 
 
-def _why_not(row: pd.DataFrame, tested: Sequence[Fit]) -> str:
-    """Say why no fit serves a row; empty if one does."""
+def _server(row: pd.Series, tested: Sequence[Fit]) -> tuple[Fit | None, str]:
+    """Return the fit whose rows cover a row, or say why there is none."""
     if not tested:
-        return "no tested error is shipped"
-    if not row["quadratic_delta"].iloc[0] > 0:
-        return "quadratic_delta is zero"
+        return None, "no tested error is shipped"
+    if not row["quadratic_delta"] > 0:
+        return None, "quadratic_delta is zero"
     gaps = [_gaps(fit, row) for fit in tested]
     fewest = min(gaps, key=len)
     if not fewest:
-        return ""
-    column, value = fewest[0], row[fewest[0]].iloc[0]
+        return tested[gaps.index(fewest)], ""
+    return None, _why_not(row, tested, gaps, fewest)
+
+
+def _why_not(
+    row: pd.Series, tested: Sequence[Fit], gaps: Sequence[list[str]], fewest: list[str]
+) -> str:
+    """Say what of a row no fit covers."""
+    column, value = fewest[0], row[fewest[0]]
     if column in ("method", "fmt"):
         labels = sorted({label for fit in tested for label in fit.data.levels.get(column, ())})
         return f"tested for {column} {', '.join(labels)} only, not {value}"
@@ -140,8 +144,9 @@ def combine(
     -------
     pandas.DataFrame
         ``delta_loss`` (median), ``low_50``, ``high_50``, ``low_90``, ``high_90``, in nats per
-        token; ``weight``, that of the first, from 0 to 1; and ``disagreement``, the difference of
-        the two in their joint standard deviations, first minus second.
+        token; ``log_sd``, the standard deviation of its logarithm; ``weight``, that of the first,
+        from 0 to 1; and ``disagreement``, the difference of the two in their joint standard
+        deviations, first minus second.
 
     Examples
     --------
@@ -166,4 +171,4 @@ def combine(
         found[f"high_{100 * level:g}"] = np.exp(mean + reach)
     with np.errstate(invalid="ignore"):
         weight = weights[0] / total
-    return pd.DataFrame(found | {"weight": weight, "disagreement": apart})
+    return pd.DataFrame(found | {"log_sd": sd, "weight": weight, "disagreement": apart})

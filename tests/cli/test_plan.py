@@ -1,9 +1,12 @@
 """``qscale plan``: what it prints and writes, and one line for every mistake."""
 
 import shutil
+from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import norm
 
 from qscale import table
 from qscale.cli import main
@@ -45,6 +48,9 @@ def mistake(capsys, *arguments: str) -> str:
     return message
 
 
+ROOT = Path(__file__).parents[2]
+CHECKPOINT = str(ROOT / "examples" / "checkpoints" / "tiny-wsd-decayed")
+TEXT = str(ROOT / "examples" / "texts" / "austen-wilde-darwin.txt")
 KNOWN = ("--n-params", "1e9", "--tokens", "1e12")
 
 
@@ -96,6 +102,57 @@ def test_bits_of_a_regression_and_of_a_law_without_bits(data, capsys) -> None:
     assert "does not read bits" in mistake(capsys, *asked)
 
 
+def test_bits_without_a_fit_says_which_was_chosen_and_answers_as_it(data, capsys) -> None:
+    asked = (*KNOWN, "--method", "gptq", "--tolerance", "0.1")
+    chosen = run(capsys, "bits", *asked)
+    assert "Chosen: published_gptq_kumar covers this best of 5 fits" in chosen
+    named = run(capsys, "bits", "published_gptq_kumar", *asked)
+    answer = "Fewest bits within"
+    assert chosen.split(answer)[1] == named.split(answer)[1]
+    assert "Chosen" not in named
+
+
+def test_bits_of_a_checkpoint_by_its_own_curvature(data, capsys) -> None:
+    pytest.importorskip("torch")
+    asked = ("bits", CHECKPOINT, "--text", TEXT, "--context", "64", "--probes", "2", "--bits",
+             "2,3,4,5,6", "--confidence", "0.8", "--tolerance", "0.03", "-o", "bits.csv")  # fmt: skip
+    out = " ".join(run(capsys, *asked).split())
+    written = pd.read_csv("bits.csv").set_index("bits")
+    assert written.index.tolist() == [3, 4, 5, 6]  # nothing is tested at 2 bits
+    assert "at 2 bits joined is left blank" in out
+    four = written.loc[4]
+    for share, column in ((0.8, "bound"), (0.95, "high_90")):
+        reach = norm.ppf(share) * four["log_sd"]
+        assert four[column] == pytest.approx(four["delta_loss"] * np.exp(reach))
+    smallest = written.index[written["bound"] <= 0.03][0]
+    assert f"confidence 0.8: bits {smallest:g}," in out
+    assert "--text is about rtn" in mistake(capsys, *asked[:-2], "--method", "gptq")
+    asked = ("bits", "--text", TEXT, "--tolerance", "1")
+    assert "--text needs a checkpoint" in mistake(capsys, *asked)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "chosen"),
+    [
+        (("schedule", *KNOWN, "--lr-peak", "3e-4", "--lr", "0", "--try", "lr_peak=1e-3"),
+         "learning_rate_gptq_lr_anneal covers this best of 1 fit:"),
+        (("tokens", "--n-params", "1e9", "--bits", "3", "--method", "rtn"),
+         "published_rtn_kumar covers this best of 5 fits"),
+        (("pareto", "--sizes", "1e9,7e9", "--tokens", "1e12", "--method", "gptq"),
+         "published_gptq_kumar covers this best of 5 fits"),
+        (("next", *KNOWN, "--method", "gptq", "--candidates", "rows.csv", "--count", "1"),
+         "published_gptq_kumar covers this best of 7 fits"),
+    ],
+)  # fmt: skip
+def test_a_fit_is_chosen_that_reads_what_is_asked(data, capsys, arguments, chosen) -> None:
+    assert chosen in " ".join(run(capsys, *arguments).split())
+
+
+def test_schedule_says_that_no_shipped_fit_reads_what_is_tried(data, capsys) -> None:
+    asked = ("schedule", *KNOWN, "--try", "weight_decay=0.01")
+    assert "no shipped fit reads weight_decay" in mistake(capsys, *asked)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -131,6 +188,9 @@ def test_mix_writes_what_measure_takes(matrices, capsys) -> None:
     chosen = made.resolve(sizes)
     best = allocate(tables, 3.3).choices.set_index("matrix")["spec"]
     assert {name: f"rtn {fmt}" for name, fmt in chosen.items()} == best.to_dict()
+    count = sum(n for _, n in sizes.values())
+    run(capsys, "mix", *matrices, "--memory", f"{3.3 * count / 8}", "-o", "bytes.toml")
+    assert Path("bytes.toml").read_text() == Path("mix.toml").read_text()
     run(capsys, "mix", *matrices, "--bits-per-weight", "8", "--or-none", "-o", "some.toml")
     assert any(fmt is None for _, fmt in Mix.read("some.toml").formats)
 
@@ -145,7 +205,9 @@ def test_mix_writes_what_measure_takes(matrices, capsys) -> None:
         (("2.csv", "gptq.csv", "--bits-per-weight", "3"), "differ in the format alone"),
         (("mixed.csv", "--bits-per-weight", "3"), "a table of a mix cannot be chosen from"),
         (("absent.csv", "--bits-per-weight", "3"), "no such file"),
-        (("2.csv",), "--bits-per-weight"),
+        (("2.csv",), "either --bits-per-weight or --memory"),
+        (("2.csv", "--memory", "1e9", "--bits-per-weight", "3"), "either --bits-per-weight or"),
+        (("2.csv", "--memory", "-1"), "--memory must be a number above zero. Got -1"),
     ],
 )
 def test_a_mistake_in_mix(matrices, capsys, arguments, message) -> None:
@@ -202,7 +264,8 @@ def test_pareto_of_measured_rows(data, capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "give either a fit or --measured"),
+        ((), "give --sizes to choose from, or --memory to fill, or --measured"),
+        (("fit.json", "--measured", "published_ptq"), "give either a fit or --measured"),
         (("fit.json", "--tokens", "1e12"), "give --sizes"),
         (("fit.json", "--memory", "1e9"), "give the training tokens"),
         (("fit.json", "--memory", "0", "--tokens", "1e12"), "--memory must be above zero"),

@@ -100,6 +100,9 @@ def test_copied_rows_are_noted_and_count_again(interval) -> None:
     found = ouyang(doubled, interval=interval)
     assert any("6 rows repeat another row of the same run exactly" in n for n in found.search.notes)
     assert not any("repeat" in note for note in ouyang(table, interval=interval).search.notes)
+    # Two groups at one cost are two settings, although the law does not read them.
+    grouped = doubled.assign(group_size=[128.0] * len(table) + [64.0] * 6)
+    assert not any("repeat" in note for note in ouyang(grouped, interval=interval).search.notes)
 
 
 def test_a_whole_table_twice_moves_no_estimate() -> None:

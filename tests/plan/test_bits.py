@@ -5,11 +5,12 @@ from functools import partial
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import norm
 
 from qscale.errors import QscaleError
 from qscale.fit import fit
 from qscale.laws import get
-from qscale.plan import decisions, fewest_bits, realised
+from qscale.plan import decisions, fewest_bits, fewest_bits_of, realised
 from qscale.plan.backtest import share
 from qscale.plan.bits import in_unit_of
 from qscale.validate import Split, leave_one_out
@@ -39,6 +40,19 @@ def test_the_probability_at_the_bound_is_the_confidence(fitted) -> None:
     for row, tolerance in enumerate(bound):
         at = fewest_bits(fitted, settings(), float(tolerance), 0.9).settings
         assert at["probability"][row] == pytest.approx(0.9, abs=1e-9)
+
+
+def test_log_normal_predictions_are_planned_as_a_fit_of_that_distribution_is() -> None:
+    rows = settings().assign(delta_loss=[1.0, 0.3, 0.09, 0.03, 0.01], log_sd=0.4)
+    found = fewest_bits_of(rows.iloc[::-1], 0.1, 0.9)
+    assert found.chosen["bits"] == 5.0
+    bounds = rows["delta_loss"] * np.exp(norm.ppf(0.9) * 0.4)
+    np.testing.assert_allclose(found.settings["bound"], bounds)
+    inside = norm.cdf(np.log(0.1 / rows["delta_loss"]) / 0.4)
+    shown = found.settings["probability"].clip(0.005, 0.995)
+    np.testing.assert_allclose(shown, inside.clip(0.005, 0.995), atol=2e-3)
+    with pytest.raises(QscaleError, match="predictions: .*log_sd"):
+        fewest_bits_of(rows.drop(columns="log_sd"), 0.1)
 
 
 def test_more_confidence_never_needs_fewer_bits(fitted) -> None:
