@@ -55,8 +55,10 @@ def specs(spec: str | None = None, /) -> None:
     )
     console.print(
         "Options: acts=FORMAT rounds what matrices read, with / for spaces; act_order=no takes "
-        "columns in their order under gptq; library=NAME has an outside library quantize. A .toml "
-        "file in place of a spec gives each pattern of matrix names its own format.",
+        "columns in their order under gptq; library=NAME has an outside library quantize; "
+        "library=FILE.py:FUNCTION a function of yours, from weight and format to the matrix "
+        "rounded, by a method of any name. A .toml file in place of a spec gives each pattern of "
+        "matrix names its own format.",
         markup=False,
     )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import inspect
 import math
 from pathlib import Path
@@ -13,10 +11,10 @@ import numpy as np
 
 from qscale.errors import FitError, did_you_mean
 from qscale.laws.factors import Factor, Parameter, upright
+from qscale.user_code import file_hash, find, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from types import ModuleType
 
     from qscale.laws.factors import Array, Columns
 
@@ -54,13 +52,18 @@ def function(
     """
     if not path:
         raise FitError(f"function {name!r} was not defined in a file and cannot be loaded again.")
-    if sha256 is not None and sha256 != file_hash(path):
+    if sha256 is not None and sha256 != file_hash(path, FitError):
         raise FitError(
             f"{path}: the file has changed since the fit with its function {name!r} was saved. "
             "Restore it, or fit again."
         )
     return factor_of(
-        find(load(path), path, name), columns, parameters, link, derivative, source=(path, name)
+        find(load(path, FitError), path, name, FitError),
+        columns,
+        parameters,
+        link,
+        derivative,
+        source=(path, name),
     )
 
 
@@ -116,7 +119,7 @@ def factor_of(
         options={
             "path": path,
             "name": name,
-            "sha256": file_hash(path) if path else None,
+            "sha256": file_hash(path, FitError) if path else None,
             "columns": list(columns),
             "parameters": {p.name: _parameter_spec(p) for p in known},
             "link": link,
@@ -284,55 +287,6 @@ def unknown_keys(found: Iterable[str], known: Sequence[str], where: str) -> None
                 f"{where}: unknown key {key!r}. Keys are: {', '.join(known)}."
                 f"{did_you_mean(str(key), known)}"
             )
-
-
-def load(path: str | Path) -> ModuleType:
-    """Run a Python file and return it as a module.
-
-    Raises
-    ------
-    FitError
-        If it is missing or cannot be run.
-    """
-    file_hash(path)
-    wanted = importlib.util.spec_from_file_location(f"qscale_user_{Path(path).stem}", path)
-    if wanted is None or wanted.loader is None:
-        raise FitError(f"{path}: not a Python file; its name must end in .py.")
-    module = importlib.util.module_from_spec(wanted)
-    try:
-        wanted.loader.exec_module(module)
-    except SyntaxError as error:
-        raise FitError(f"{path}: line {error.lineno}: {error.msg}.") from error
-    except (Exception, SystemExit) as error:  # whatever the user's file raises
-        raise FitError(f"{path}: raised {type(error).__name__}: {error}") from error
-    return module
-
-
-def find(module: ModuleType, path: str | Path, name: str) -> Callable[..., Any]:
-    """Return a function of a loaded file.
-
-    Raises
-    ------
-    FitError
-        If there is none of that name.
-    """
-    found = getattr(module, name, None)
-    if not callable(found):
-        own = [
-            k
-            for k, v in vars(module).items()
-            if inspect.isfunction(v) and v.__module__ == module.__name__
-        ]
-        raise FitError(f"{path}: no function {name!r}. Functions are: {', '.join(own) or 'none'}.")
-    return found
-
-
-def file_hash(path: str | Path) -> str:
-    """Return the SHA-256 of a file, or raise a `FitError` if it cannot be read."""
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError as error:
-        raise FitError(f"{path}: cannot be read ({error.strerror}); check the path.") from error
 
 
 def _whereabouts(called: Callable[..., Any]) -> tuple[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from qscale.errors import FitError
 from qscale.laws import compose, named
-from qscale.laws.function import Link, factor_of, find, load, unknown_keys
+from qscale.laws.function import Link, factor_of, unknown_keys
 from qscale.laws.law import Law
+from qscale.user_code import NAMED, find, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _TOML_KEYS = ("name", "target", "link", "source", "note", "factors")
 _LAW_KEYS = ("name", "target", "columns", "parameters", "link", "source", "note", "derivative")
-_PYTHON = re.compile(r"(?P<path>.+\.py)(:(?P<name>[^:/\\]*))?")
 
 
 def resolve(text: str, target: str | None = None) -> Law:
@@ -43,7 +42,7 @@ def resolve(text: str, target: str | None = None) -> Law:
     >>> resolve("kumar").target
     'delta_loss'
     """
-    python = _PYTHON.fullmatch(text)
+    python = NAMED.fullmatch(text)
     if python:
         law = from_python(python["path"], python["name"] or "")
     elif text.endswith(".toml"):
@@ -172,11 +171,11 @@ def from_python(path: str | Path, name: str) -> Law:
     where = f"{path}:{name}"
     if not name:
         raise FitError(f"{path}: name the function too, as in {path}:function.")
-    module = load(path)
+    module = load(path, FitError)
     found = getattr(module, name, None)
     if isinstance(found, Law):
         return found
-    found = find(module, path, name)
+    found = find(module, path, name, FitError)
     about = getattr(found, "law", None) or getattr(module, "LAW", None)
     if not isinstance(about, dict):
         raise FitError(

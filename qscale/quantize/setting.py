@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qscale.errors import QscaleError, did_you_mean
 from qscale.quantize.format import FP4, Format
+from qscale.user_code import NAMED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,6 +42,24 @@ CALIBRATED = frozenset((GPTQ, AWQ, AUTOROUND))
 """Methods that need a text to calibrate on."""
 
 
+_WORD = re.compile(r"[a-z][a-z0-9_-]*")
+
+
+def is_own_code(library: str) -> bool:
+    """Whether a library is a function of the user's, ``FILE.py:FUNCTION``."""
+    named = NAMED.fullmatch(library)
+    return named is not None and bool(named["name"])
+
+
+def _check_own(method: str) -> None:
+    """Raise unless a method of the user's own has a name that says what it is."""
+    if method in CALIBRATED or not _WORD.fullmatch(method):
+        raise QscaleError(
+            "A method of your own is a word in small letters, such as ternary, other than "
+            f"{', '.join(sorted(CALIBRATED))}, which calibrate. Got {method!r} instead."
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One way to quantize the matrices of a model.
@@ -55,7 +75,9 @@ class Setting:
     act_order
         Whether GPTQ goes through columns by decreasing norm of what they read.
     library
-        Who quantizes; a key of `LIBRARIES`.
+        Who quantizes: a key of `LIBRARIES`, or ``FILE.py:FUNCTION``, a function of your own from
+        a matrix and its format to the dequantized matrix, whose method has any name that
+        `LIBRARIES` does not calibrate.
 
     Raises
     ------
@@ -71,13 +93,15 @@ class Setting:
 
     def __post_init__(self) -> None:
         """Refuse impossible settings."""
-        if self.library not in LIBRARIES:
+        if self.library not in LIBRARIES and not self.own_code:
             raise QscaleError(
-                f"library must be one of {', '.join(LIBRARIES)}. Got {self.library!r} instead."
-                f"{did_you_mean(self.library, LIBRARIES)}"
+                f"library must be one of {', '.join(LIBRARIES)} or FILE.py:FUNCTION. "
+                f"Got {self.library!r} instead.{did_you_mean(self.library, LIBRARIES)}"
             )
-        methods = LIBRARIES[self.library]
-        if self.method not in methods:
+        methods = LIBRARIES.get(self.library, ())
+        if self.own_code:
+            _check_own(self.method)
+        elif self.method not in methods:
             whose = "method" if self.library == OWN else f"method with library={self.library}"
             raise QscaleError(
                 f"{whose} must be one of {', '.join(methods)}. Got {self.method!r} instead."
@@ -143,6 +167,11 @@ class Setting:
             words.append("acts=" + str(self.activations).replace(" ", "/"))
         words += [] if self.act_order else ["act_order=no"]
         return " ".join([*words, *([] if self.library == OWN else [f"library={self.library}"])])
+
+    @property
+    def own_code(self) -> bool:
+        """Whether a function of the user's quantizes."""
+        return is_own_code(self.library)
 
     @property
     def calibrated(self) -> bool:

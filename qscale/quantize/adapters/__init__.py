@@ -6,11 +6,14 @@ import copy
 import importlib
 import importlib.metadata
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from qscale.errors import CheckpointError, QscaleError
 from qscale.quantize.adapters.offers import require
-from qscale.quantize.setting import GPTQ
+from qscale.quantize.setting import GPTQ, is_own_code
+from qscale.user_code import file_hash, find, load
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -94,9 +97,7 @@ def quantize(
     formats = {name: fmt for name in weights if (fmt := quantizer.format_of(name)) is not None}
     _check(model, weights, formats, quantizer, ids)
     with preserved():
-        module = _open(quantizer.library)
-        distribution = _DISTRIBUTIONS.get(quantizer.library, quantizer.library)
-        implementation = f"{quantizer.library} {importlib.metadata.version(distribution)}"
+        module, implementation = _open(quantizer.library)
         try:
             if quantizer.calibrated:
                 found = module.quantize_model(copy.deepcopy(model), formats, quantizer, ids)
@@ -124,7 +125,19 @@ def quantize(
     return Outside(done, implementation, columns)
 
 
-def _open(library: str) -> ModuleType:
+def _open(library: str) -> tuple[ModuleType | SimpleNamespace, str]:
+    """Import the module that speaks to a library, and say which version that is."""
+    if is_own_code(library):
+        path, name = library.rsplit(":", 1)
+        function = find(load(path), path, name)
+        said = f"{Path(path).name}:{name} {file_hash(path)[:12]}"
+        return SimpleNamespace(quantize_matrix=function), said
+    module = _module(library)
+    distribution = _DISTRIBUTIONS.get(library, library)
+    return module, f"{library} {importlib.metadata.version(distribution)}"
+
+
+def _module(library: str) -> ModuleType:
     """Import the module that speaks to a library."""
     name = f"{__name__}.{MODULES[library]}"
     try:

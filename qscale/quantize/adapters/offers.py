@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from qscale.errors import QscaleError
 from qscale.quantize import format as formats
-from qscale.quantize.setting import AUTOROUND, AWQ, GPTQ, HQQ, RTN
+from qscale.quantize.setting import AUTOROUND, AWQ, GPTQ, HQQ, RTN, is_own_code
+from qscale.user_code import file_hash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -137,13 +138,16 @@ a block's largest value to the mantissa of FP4 before it takes the power.
 
 
 def require(library: str, method: str, fmt: Format) -> None:
-    """Refuse a format that a library does not have.
+    """Refuse a format that a library does not have; a user's own function is asked for any.
 
     Raises
     ------
     QscaleError
-        Naming what it does have.
+        Naming what it does have, or the file that is missing.
     """
+    if is_own_code(library):
+        file_hash(library.rsplit(":", 1)[0])
+        return
     offers = OFFERS[library][method]
     if not any(offer.covers(fmt) for offer in offers):
         raise QscaleError(
