@@ -92,12 +92,17 @@ def schedule(
 
 def _change(text: str) -> dict[str, float]:
     """Parse ``lr_peak=1e-3,tokens=2e12``."""
+    import pandas as pd  # noqa: PLC0415
+
+    from qscale import table as tables  # noqa: PLC0415
+
     found = {}
     for name, value in pairs(text.split(","), "--try").items():
         try:
             found[name] = float(value)
         except ValueError:
             raise QscaleError(f"--try {name}: must be a number. Got {value!r} instead.") from None
+    tables.check(pd.DataFrame([found]), f"--try {text}")
     return found
 
 

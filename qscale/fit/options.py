@@ -44,6 +44,11 @@ def check_options(options: Mapping[str, Any]) -> None:
         if twice:
             raise FitError(f"{name} {twice[0]!r} is given twice; give it once.")
     check_choice("likelihood", options["likelihood"], get_args(Family))
+    if options["huber_delta"] is not None and options["likelihood"] != "huber":
+        raise FitError(
+            f"huber_delta is about the Huber loss, and likelihood is {options['likelihood']!r}; "
+            "leave one of them out."
+        )
     n_boot = options["n_boot"]
     if not isinstance(n_boot, (int, np.integer)) or n_boot < 0:
         raise FitError(f"n_boot must be a whole number, zero or more. Got {n_boot!r} instead.")

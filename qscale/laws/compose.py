@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qscale.errors import FitError
+from qscale.errors import FitError, did_you_mean
 from qscale.laws import factors as elementary
 from qscale.laws import shapes
 from qscale.laws.factors import Factor, Parameter
 from qscale.laws.function import function
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from qscale.laws.factors import Array, Columns
 
@@ -160,6 +161,22 @@ def spec(factor: Factor) -> dict[str, Any]:
     return {"kind": factor.kind, **factor.options}
 
 
+def _check_arguments(made_by: Callable[..., Factor], options: Iterable[str], where: str) -> None:
+    """Raise naming the options that a factor lacks or does not have."""
+    arguments = inspect.signature(made_by).parameters.values()
+    several = any(a.kind is a.VAR_KEYWORD for a in arguments)
+    known = [a.name for a in arguments if a.kind not in (a.VAR_KEYWORD, a.VAR_POSITIONAL)]
+    lacking = [a.name for a in arguments if a.name in known and a.default is a.empty]
+    for name in options:
+        if name not in known and not several:
+            raise FitError(
+                f"{where} has no option {name!r}. Options are: {', '.join(known)}."
+                f"{did_you_mean(name, known)}"
+            )
+    if missing := [name for name in lacking if name not in options]:
+        raise FitError(f"{where} needs {' and '.join(missing)}.")
+
+
 def from_spec(entry: Mapping[str, Any], where: str = "factor") -> Factor:
     """Rebuild a factor from `spec`.
 
@@ -181,6 +198,7 @@ def from_spec(entry: Mapping[str, Any], where: str = "factor") -> Factor:
             return total(*terms, **options)
         if kind == "natural":
             return natural(*(from_spec(factor, where) for factor in options["factors"]))
+        _check_arguments(FACTORS[kind], options, f"{where}: factor {kind!r}")
         return FACTORS[kind](**options)
     except KeyError as error:
         raise FitError(f"{where}: factor {kind!r} needs {error}.") from error

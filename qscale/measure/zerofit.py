@@ -135,6 +135,8 @@ class Agreement:
 
     def __str__(self) -> str:
         """Return one sentence for a user."""
+        if not self.rows and not self.left_out:
+            return "Zero-fit prediction: no row at 3 to 6 bits to hold it against."
         if not self.rows:
             return f"Zero-fit prediction: none of {self.left_out} rows is measured well enough."
         widths = ", ".join(f"{value:.2f} at {bits:g}" for bits, value in self.by_bits.items())

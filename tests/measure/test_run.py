@@ -407,7 +407,7 @@ def test_agreement_is_over_rows_that_are_measured_well_enough():
     assert "backward" not in str(alone)
     none = agreement(frame[frame["bits"] > 6])
     assert math.isnan(none.median)
-    assert "none of 0 rows" in str(none)
+    assert "no row at 3 to 6 bits" in str(none)
 
 
 def test_command_prints_rows_and_the_unfitted_prediction(
