@@ -40,7 +40,7 @@ def compare(
     random: list[str] | None = None,
     likelihood: Literal["huber", "gaussian", "student_t"] = "huber",
     cluster: str = "run",
-    given: int = 0,
+    given_rows: int = 0,
     seed: Seed = 0,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     force: bool = False,
@@ -89,7 +89,7 @@ def compare(
         Distribution of the laws' residuals.
     cluster
         Column whose values mark rows with shared noise.
-    given
+    given_rows
         Measured rows of each held-out cluster that every model is told before it predicts the
         others: the one nearest to plain rounding to 4 bits first, else to the median bits.
     seed
@@ -110,8 +110,8 @@ def compare(
     refuse_existing(output, force)
     if output is not None:
         check_suffix(output)
-    if given < 0:
-        raise QscaleError(f"--given must be zero or more. Got {given} instead.")
+    if given_rows < 0:
+        raise QscaleError(f"--given-rows must be zero or more. Got {given_rows} instead.")
     shared = {"offset": offset or (), "cluster": cluster}
     models = {
         **_laws(laws, target, **shared, random=random_terms(random), likelihood=likelihood),
@@ -134,7 +134,7 @@ def compare(
             target=target,
             # Rows left out together share one training set, and so the errors of its fit.
             cluster=cluster if ":" in split else split,
-            given=given,
+            given_rows=given_rows,
             given_by=cluster,
             seed=seed,
             progress=status.update,

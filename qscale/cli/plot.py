@@ -22,7 +22,7 @@ def plot(
     /,
     *,
     output: Annotated[Path, Parameter(name=["--output", "-o"])],
-    kind: Literal["png", "svg", "pdf"] = "png",
+    format_: Annotated[Literal["png", "svg", "pdf"], Parameter(name="--format")] = "png",
 ) -> None:
     r"""Draw what qscale measure found: whatever of these its features hold.
 
@@ -34,7 +34,7 @@ def plot(
     qscale measure examples/checkpoints/tiny-wsd-stable --features all \
         --text examples/texts/austen-wilde-darwin.txt --bits 3,4 -o tiny.csv
     qscale plot tiny.csv -o figures
-    qscale plot tiny.csv -o figures --kind pdf
+    qscale plot tiny.csv -o figures --format pdf
     ```
 
     Next: qscale report draws what a fit says of such rows.
@@ -45,7 +45,7 @@ def plot(
         Table written by qscale measure; its side tables lie beside it.
     output
         Folder for the figures; those of the same name are replaced.
-    kind
+    format_
         File format.
     """
     from qscale import table as tables  # noqa: PLC0415
@@ -55,11 +55,11 @@ def plot(
     tables.require(rows, ("checkpoint",), str(table))
     written = 0
     for name, ax in _figures(rows, table):
-        with replacing(output / f"{name}.{kind}") as partial:
+        with replacing(output / f"{name}.{format_}") as partial:
             figure = ax.get_figure(root=True)
             assert figure is not None  # every axes here has one
-            figure.savefig(partial, format=kind, dpi=160, facecolor="white")
-        console.print(f"{output / name}.{kind}", markup=False, soft_wrap=True)
+            figure.savefig(partial, format=format_, dpi=160, facecolor="white")
+        console.print(f"{output / name}.{format_}", markup=False, soft_wrap=True)
         written += 1
     if not written:
         raise QscaleError(f"{table}: holds no features to draw. Measure some with --features.")

@@ -133,7 +133,7 @@ def compare(
     *,
     target: str = "delta_loss",
     cluster: str = "run",
-    given: int = 0,
+    given_rows: int = 0,
     given_by: str = "run",
     seed: int = 0,
     progress: Callable[[str], None] = lambda _: None,
@@ -156,7 +156,7 @@ def compare(
     cluster
         Column whose values mark held-out rows with shared errors. For splits that leave one value
         of a column out, that column: its rows share one training set.
-    given, given_by
+    given_rows, given_by
         Measured rows that each model is told of every held-out ``given_by`` before it predicts the
         others, see `held_out`.
     seed
@@ -177,13 +177,14 @@ def compare(
     if not models or not splits:
         raise FitError("a comparison needs at least one model and one split.")
     frame = with_setting(frame)
-    baseline = mean_by_setting(target, given_by if given else cluster, random=given > 0)
+    baseline = mean_by_setting(target, given_by if given_rows else cluster, random=given_rows > 0)
     every = {**models, BASELINE: baseline}
     splits, notes = _scorable_splits(frame, splits, target)
-    if given:
+    if given_rows:
         notes.append(
-            f"Every model was told {given} measured row{'s' * (given > 1)} of each held-out "
-            f"{given_by}: the nearest to plain rounding to 4 bits, else to the median bits."
+            f"Every model was told {given_rows} measured row{'s' * (given_rows > 1)} of each "
+            f"held-out {given_by}: the nearest to plain rounding to 4 bits, else to the median "
+            "bits."
         )
     parts: list[pd.DataFrame] = []
     failed: dict[tuple[str, str], list[str]] = {}
@@ -191,7 +192,13 @@ def compare(
         progress(f"{name}: refitting without {split.name}")
         try:
             part = held_out(
-                frame, refit, split, target=target, cluster=cluster, given=given, given_by=given_by
+                frame,
+                refit,
+                split,
+                target=target,
+                cluster=cluster,
+                given_rows=given_rows,
+                given_by=given_by,
             )
         except QscaleError as error:
             failed.setdefault((name, str(error)), []).append(split.name)

@@ -43,7 +43,7 @@ def held_out(
     *,
     target: str,
     cluster: str = "run",
-    given: int = 0,
+    given_rows: int = 0,
     given_by: str = "run",
 ) -> pd.DataFrame:
     """Fit to a split's training rows and predict its test rows.
@@ -62,7 +62,7 @@ def held_out(
         unknown or not above zero, have no log error and are left out.
     cluster
         Column whose values mark rows with shared errors; a row without a value stands alone.
-    given
+    given_rows
         Measured rows of each test group that the fit is told (`qscale.fit.Fit.given`) before it
         predicts the others of that group: those that `measured_first` puts first. They, and groups
         without further rows, are not scored.
@@ -82,20 +82,20 @@ def held_out(
     QscaleError
         If the model cannot be fitted to the training rows.
     """
-    for column in (target, cluster, *([given_by] if given else [])):
+    for column in (target, cluster, *([given_by] if given_rows else [])):
         if column not in frame.columns:
             raise FitError(f"scoring needs column {column!r}, which the table does not have.")
     rows = np.flatnonzero(split.test & scorable(frame, target))
     if not len(rows):
         raise FitError(f"it has no row with a {target} above zero and status ok.")
     test = frame.iloc[rows].set_axis(rows)
-    groups = _measured(test, given, given_by) if given else [(test[:0], test)]
+    groups = _measured(test, given_rows, given_by) if given_rows else [(test[:0], test)]
     fitted = refit(frame[split.training])
     parts = []
     for first, rest in groups:
         known = rest[_complete(fitted, rest)]
         if len(known) and _complete(fitted, first).all():
-            told = fitted.given(first) if given else fitted
+            told = fitted.given(first) if given_rows else fitted
             parts.append(log_errors(told, known, target).set_axis(known.index))
     if not parts:
         unknown = [c for c in fitted.columns if c in test.columns and test[c].isna().any()]

@@ -28,7 +28,7 @@ def rows(tmp_path, monkeypatch):
 def test_compare_prints_a_league_and_writes_it(rows, capsys) -> None:
     main([
         "compare", "rows.csv", "--laws", "ouyang,kumar", "--split", "family", "--random", "run",
-        "--likelihood", "gaussian", "--given", "1", "-o", "league.json",
+        "--likelihood", "gaussian", "--given-rows", "1", "-o", "league.json",
     ])  # fmt: skip
     out = capsys.readouterr().out
     league = json.loads((rows / "league.json").read_text())
@@ -120,7 +120,7 @@ def test_select_names_the_factor_that_made_the_data(rows, capsys) -> None:
         (("compare", "--laws", "ouyan", "--split", "family"), "Did you mean 'ouyang'"),
         (("compare", "--split", "family"), "nothing to compare; give --laws"),
         (("compare", "--laws", "ouyang"), "--split"),
-        (("compare", "--laws", "ouyang", "--split", "family", "--given", "-1"), "--given"),
+        (("compare", "--laws", "ouyang", "--split", "family", "--given-rows", "-1"), "--given-rows"),
         (("compare", "--laws", "ouyang", "--split", "family", "--likelihood", "cauchy"), "--likelihood"),
         (("compare", "--laws", "ouyang", "--split", "family", "-o", "league.txt"), "must end in one of"),
         (("compare", "--laws", "ouyang", "--split", "family", "-o", "rows.csv"), "exists already"),

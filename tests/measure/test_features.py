@@ -154,7 +154,7 @@ def test_unknown_features_are_refused():
 
 def test_plot_draws_what_the_table_holds(everything, tmp_path, capsys):
     out, _ = everything
-    main(["plot", str(out), "-o", str(tmp_path / "figures"), "--kind", "svg"])
+    main(["plot", str(out), "-o", str(tmp_path / "figures"), "--format", "svg"])
     names = {path.name for path in (tmp_path / "figures").iterdir()}
     drawn = {"spectral-density", "error-growth", "sensitivity", "radial-loss", "loss-slice"}
     for name in drawn:

@@ -90,7 +90,7 @@ def test_few_shot_league_gives_the_baseline_its_row_too(table) -> None:
     deviating = simulate(runs=24, between=0.6, within=0.02, seed=1).assign(family=table["family"])
     splits = leave_one_out(deviating, "family")[:2]
     blind, told = (
-        compare(deviating, {"ouyang": models()["ouyang"]}, splits, given=given)
+        compare(deviating, {"ouyang": models()["ouyang"]}, splits, given_rows=given)
         .table.set_index("model")["mean_abs_log_error"]
         .sort_index()
         for given in (0, 1)

@@ -127,12 +127,12 @@ def test_given_rows_are_told_and_not_scored(table) -> None:
             models.append(sorted(rows["bits"]))
             return super().given(rows)
 
-    errors = held_out(table, lambda _: Recording(), TEST, target="delta_loss", given=2)
+    errors = held_out(table, lambda _: Recording(), TEST, target="delta_loss", given_rows=2)
     # Of 2, 3, 4 and 8 bits the median is 3.5: 4 bits, the higher as near, then 3.
     assert models == [[3.0, 4.0]] * 3
     assert sorted(table["bits"][errors["row"]]) == [2.0, 2.0, 2.0, 8.0, 8.0, 8.0]
     with pytest.raises(FitError, match="no held-out run has more rows than the 4 given"):
-        held_out(table, lambda _: Lognormal(), TEST, target="delta_loss", given=4)
+        held_out(table, lambda _: Lognormal(), TEST, target="delta_loss", given_rows=4)
 
 
 def test_plain_rounding_to_four_bits_is_measured_first() -> None:
@@ -153,7 +153,7 @@ def test_one_measured_row_lowers_the_error_when_runs_deviate() -> None:
     split = Split("part 0", (table["part"] == 0).to_numpy())
     refit = partial(fit, law=get("ouyang"), interval="model")
     blind, told = (
-        held_out(table, refit, split, target="delta_loss", given=given) for given in (0, 1)
+        held_out(table, refit, split, target="delta_loss", given_rows=given) for given in (0, 1)
     )
     same = blind[blind["row"].isin(told["row"])]
     assert len(told) == len(same) == 20
