@@ -34,9 +34,8 @@ STYLE: dict[Any, Any] = {
     "xtick.color": INK,
     "ytick.color": INK,
     "text.color": INK,
-    "axes.facecolor": "none",
-    "figure.facecolor": "none",
-    "savefig.facecolor": "none",
+    "axes.facecolor": "white",
+    "figure.facecolor": "white",
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": INK,
@@ -62,7 +61,8 @@ def to_svg(ax: Axes, *, name: str, alt: str) -> str:
     Returns
     -------
     str
-        The ``svg`` element: no date, no outside reference, the same bytes for the same figure.
+        The ``svg`` element: no background, no date, no outside reference, the same bytes for the
+        same figure.
     """
     figure = ax.get_figure(root=True)
     if figure is None:
@@ -72,7 +72,10 @@ def to_svg(ax: Axes, *, name: str, alt: str) -> str:
     # A figure with a layout of its own fits its canvas already.
     box = None if figure.get_layout_engine() else "tight"
     with mpl.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure.savefig(text, format="svg", bbox_inches=box, pad_inches=0.04, metadata=nothing)
+        figure.savefig(
+            text, format="svg", transparent=True, bbox_inches=box, pad_inches=0.04,
+            metadata=nothing,
+        )  # fmt: skip
     svg = text.getvalue()
     svg = re.sub(r"<!--.*?-->\n?", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
