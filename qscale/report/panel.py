@@ -180,8 +180,15 @@ def _slider(
         "high": high,
         "fitted": f"{_said(low)} to {_said(high)}",
         "ends": ends,
+        "plausible": [0.0, 1.0] if relative else _plausible(column),
         "log": log,
     }
+
+
+def _plausible(column: str) -> list[float | None]:
+    """Return the range outside which Python refuses a value; None where there is no end."""
+    known = COLUMNS.get(column)
+    return [None, None] if known is None else [known.low, known.high]
 
 
 def _choice(column: str, levels: list[str], start: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from scipy.stats import t as student
 
 from qscale import table
 from qscale.columns import COLUMNS
+from qscale.errors import QscaleError
 from qscale.fit import fit
 from qscale.fit.shipped import find
 from qscale.laws import LAWS, Law, get
@@ -257,6 +258,7 @@ def test_the_page_in_a_browser(page) -> None:
             _set(chrome, "bits", bits)
             _compare(chrome, made)
         assert "n_params beyond" in chrome.run("document.querySelector('.warning').innerText")
+        _refused(chrome, made)
         chrome.run("document.querySelector('[data-reset]').click()")
         _set(chrome, "source", "")
         again = chrome.run("document.querySelector('[data-output=median]').dataset.value")
@@ -287,6 +289,20 @@ def test_a_script_that_is_not_the_reports_own_is_not_run(page, tmp_path) -> None
         chrome.open(tmp_path / "r.html")
         assert chrome.run("document.title") != "taken"
         assert any("Content Security Policy" in line for line in chrome.complaints())
+
+
+def _refused(chrome, made) -> None:
+    """Type what no model has: the page answers it no more than Python does."""
+    _set(chrome, "n_params", 1e15)
+    said = chrome.run("document.querySelector('.warning').innerText")
+    assert said == "n_params must be a number from 1000 to 100T."
+    assert chrome.run("document.querySelector('[data-output=median]').innerText") == "–"
+    assert chrome.run("document.querySelector('[data-input=n_params]').ariaInvalid") == "true"
+    point = {"n_params": 1e15, "tokens": 1e12, "bits": 3.0, "lr_peak": 1e-3, "lr": 0.0}
+    with pytest.raises(QscaleError, match="'n_params' must be between 1000 and 1e\\+14"):
+        predict(made, pd.DataFrame([point]))
+    _set(chrome, "n_params", 1e9)
+    assert chrome.run("document.querySelector('[data-input=n_params]').ariaInvalid") == "false"
 
 
 def _set(chrome, column: str, value: object) -> None:

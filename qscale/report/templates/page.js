@@ -40,6 +40,8 @@ function startPanel(section) {
     for (const { column, times } of law.inputs) if (times) whole[column] *= whole[times];
     return whole;
   };
+  const nowhere = Object.fromEntries(
+    law.inputs.map(({ column, levels, start }) => [column, levels ? start : NaN]));
   const first = predict(law, complete(Object.fromEntries(
     law.inputs.map(({ column, start }) => [column, start])))).factors;
   const put = (name, value) => {
@@ -50,7 +52,9 @@ function startPanel(section) {
   };
   const update = () => {
     const point = read();
-    const found = predict(law, complete(point));
+    const refused = law.inputs.filter(({ column, plausible }) => plausible &&
+      !(point[column] >= (plausible[0] ?? -Infinity) && point[column] <= (plausible[1] ?? Infinity)));
+    const found = predict(law, complete(refused.length ? nowhere : point));
     put("median", found.median);
     put("perplexity", Math.exp(found.median));
     for (const [level, [low, high]] of Object.entries(found.intervals)) {
@@ -66,12 +70,15 @@ function startPanel(section) {
       const note = find("note", column);
       if (note) note.classList.toggle("outside", outside);
       if (outside) beyond.push(label);
-      find("input", column).setAttribute("aria-invalid", String(!levels && Number.isNaN(x)));
+      find("input", column).setAttribute("aria-invalid",
+        String(refused.some((each) => each.column === column)));
     }
     const warning = find("output", "warning");
     warning.hidden = beyond.length === 0 && Number.isFinite(found.median);
-    warning.textContent = Number.isNaN(found.median)
-      ? "The law has no value here."
+    const range = ({ label, plausible: [low, high] }) => `${label} must be a number` +
+      (low === null ? "" : ` from ${shown(low)}`) + (high === null ? "" : ` to ${shown(high)}`);
+    warning.textContent = refused.length ? `${refused.map(range).join(", ")}.`
+      : Number.isNaN(found.median) ? "The law has no value here."
       : `Extrapolation: ${beyond.join(", ")} beyond the fitted rows. ` +
         "The interval does not cover a law that fails there.";
   };
