@@ -113,7 +113,8 @@ def select(
     if cluster not in frame.columns:
         raise TableError(
             f"{name}: no column {cluster!r} to cluster by; give another as cluster, or "
-            f"rename one to it (--map {cluster}=THEIR_NAME). Columns are: "
+            f"rename one to it (--map {cluster}=THEIR_NAME). Where each row is a run of its own, "
+            "add a column that numbers the rows. Columns are: "
             f"{', '.join(map(str, frame.columns))}."
         )
     reasons: list[SetAside] = []
