@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,13 +9,11 @@ import pandas as pd
 
 from qscale.errors import QscaleError
 from qscale.fit import fit as fit_law
-from qscale.report.evidence import fit_options
+from qscale.report.evidence import MOST_RUNS, fit_options
 from qscale.validate import surprises
 
 if TYPE_CHECKING:
-    from qscale.report.evidence import Evidence
-
-MOST_RUNS = 30
+    from qscale.report.evidence import Evidence, Refit
 
 
 def sensitivity(evidence: Evidence) -> pd.DataFrame:
@@ -46,13 +43,19 @@ def sensitivity(evidence: Evidence) -> pd.DataFrame:
     return table.rename_axis("parameter")
 
 
-def surprising(evidence: Evidence) -> pd.DataFrame | None:
-    """Return runs by how little the others predict them; None for too few or too many runs."""
+def surprising(evidence: Evidence, refit: Refit) -> pd.DataFrame | None:
+    """Return runs by how little the others predict them; None for too few or too many runs.
+
+    Parameters
+    ----------
+    evidence
+        A fit and its rows.
+    refit
+        From `qscale.report.evidence.refitter`.
+    """
     data = evidence.fit.data
     known = evidence.rows.dropna(subset=[data.cluster])
     if not 4 <= known[data.cluster].nunique() <= MOST_RUNS:
         return None
-    options = {**fit_options(evidence.fit), "interval": "model", "where": None}
-    refit = partial(fit_law, law=evidence.law, **options, name=data.name)
-    filled = {column: known[column].fillna("unknown") for column in options["offset"]}
+    filled = {c: known[c].fillna("unknown") for c in fit_options(evidence.fit)["offset"]}
     return surprises(known.assign(**filled), refit, data.cluster)

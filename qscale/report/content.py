@@ -18,6 +18,7 @@ from qscale.report.cautions import cautions, trends
 from qscale.report.cite import bibtex, methods_paragraph
 from qscale.report.comparison import comparison, held_out_scores
 from qscale.report.diagnostics import influence, influence_in_words
+from qscale.report.evidence import refitter
 from qscale.report.panel import panel
 from qscale.report.svg import drawn
 from qscale.report.tables import count, number
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from qscale.report.blocks import Block, Figure
-    from qscale.report.evidence import Evidence, Group
+    from qscale.report.evidence import Evidence, Group, Refit
 
 SURPRISING = 0.1
 QUESTION = "How much will quantization cost, and how sure are we?"
@@ -79,7 +80,7 @@ def _fit(evidence: Evidence, group: Group, name: str) -> list[Block]:
     """Describe one fit; ``name`` begins its figures' names."""
     fit, law = evidence.fit, evidence.law
     own = "" if evidence.label == law.name else f"{evidence.label}: "
-    found = cautions(evidence, group.summary)
+    found, refit = cautions(evidence, group.summary), refitter(evidence)
     warning = (
         Bullets(tuple(found.values()), "Before you rely on it")
         if found
@@ -105,8 +106,8 @@ def _fit(evidence: Evidence, group: Group, name: str) -> list[Block]:
             "residuals were found to move with. Above one, the law predicts too little."
         ),
         Figures(_residuals(evidence, name)),
-        *_surprising(evidence),
-        *_influence(evidence),
+        *_surprising(evidence, refit),
+        *_influence(evidence, refit),
         *_exponents(evidence, name),
     ]
 
@@ -161,9 +162,9 @@ def _sensitivity(evidence: Evidence) -> list[Block]:
     return [heading, Table(checks.sensitivity(evidence), caption)]
 
 
-def _surprising(evidence: Evidence) -> list[Block]:
+def _surprising(evidence: Evidence, refit: Refit) -> list[Block]:
     """Tabulate the runs that the others predict worst."""
-    table = checks.surprising(evidence)
+    table = checks.surprising(evidence, refit)
     if table is None:
         return []
     shown = table.head(8).set_index("cluster").rename_axis(evidence.fit.data.cluster)
@@ -186,9 +187,9 @@ def _surprising(evidence: Evidence) -> list[Block]:
     ]
 
 
-def _influence(evidence: Evidence) -> list[Block]:
+def _influence(evidence: Evidence, refit: Refit) -> list[Block]:
     """Tabulate how far the estimates move when one cluster is left out."""
-    table = influence(evidence)
+    table = influence(evidence, refit)
     if table is None:
         return []
     caption = (

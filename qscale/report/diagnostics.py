@@ -9,16 +9,14 @@ import pandas as pd
 from scipy.stats import spearmanr
 
 from qscale.errors import QscaleError
-from qscale.fit import fit as fit_law
-from qscale.report.evidence import fit_options
+from qscale.report.evidence import MOST_RUNS
 from qscale.report.tables import number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from qscale.report.evidence import Evidence
+    from qscale.report.evidence import Evidence, Refit
 
-MOST_CLUSTERS = 30
 TREND = 0.3
 TREND_P = 0.01
 LARGE_MOVE = 2.0  # standard errors; a single cluster of many moves an estimate by far less
@@ -82,8 +80,15 @@ def _is_number(evidence: Evidence, column: str) -> bool:
     return column in evidence.rows and pd.api.types.is_numeric_dtype(evidence.rows[column])
 
 
-def influence(evidence: Evidence) -> pd.DataFrame | None:
+def influence(evidence: Evidence, refit: Refit) -> pd.DataFrame | None:
     """Return how far each parameter moves when one cluster is left out.
+
+    Parameters
+    ----------
+    evidence
+        A fit and its rows.
+    refit
+        From `qscale.report.evidence.refitter`.
 
     Returns
     -------
@@ -95,10 +100,8 @@ def influence(evidence: Evidence) -> pd.DataFrame | None:
     """
     fit, rows = evidence.fit, evidence.rows
     column = fit.data.cluster
-    if column not in rows or not 4 <= rows[column].nunique() <= MOST_CLUSTERS:
+    if column not in rows or not 4 <= rows[column].nunique() <= MOST_RUNS:
         return None
-    options = {**fit_options(fit), "interval": "model", "where": None}
-    rows = rows.assign(**{c: rows[c].fillna("unknown") for c in options["offset"]})
     names = list(evidence.law.names)
     slots = [fit.law.names.index(name) for name in names]
     variance = np.diag(evidence.refitted.cov)[slots]
@@ -107,7 +110,7 @@ def influence(evidence: Evidence) -> pd.DataFrame | None:
     moves = {}
     for cluster in rows[column].dropna().unique():
         try:
-            again = fit_law(rows[rows[column] != cluster], evidence.law, **options, n_boot=0)
+            again = refit(rows[rows[column] != cluster])
         except QscaleError:
             continue  # without it the law cannot be fitted: the check of clusters says so
         theta = again.theta[[again.law.names.index(name) for name in names]]

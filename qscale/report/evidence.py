@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -125,6 +125,10 @@ class Summary:
 
 
 Summaries = dict[tuple[str, str], Summary]
+Refit: TypeAlias = "Callable[[pd.DataFrame], Fit]"
+
+MOST_RUNS = 30
+"""Runs beyond which the law is not fitted again without each of them."""
 
 
 def fit_options(fit: Fit) -> dict[str, Any]:
@@ -143,6 +147,22 @@ def fit_options(fit: Fit) -> dict[str, Any]:
         "interval": fit.interval,
         "seed": options.get("seed", 0),
     }
+
+
+def refitter(evidence: Evidence) -> Refit:
+    """Return what fits the law of the evidence to a part of its rows, once for each part."""
+    options = {**fit_options(evidence.fit), "interval": "model", "where": None}
+    name, offsets = evidence.fit.data.name, options["offset"]
+    made: dict[bytes, Fit] = {}
+
+    def refit(rows: pd.DataFrame) -> Fit:
+        part = rows.index.to_numpy().tobytes()
+        if part not in made:
+            filled = rows.assign(**{column: rows[column].fillna("unknown") for column in offsets})
+            made[part] = fit_law(filled, evidence.law, **options, n_boot=0, name=name)
+        return made[part]
+
+    return refit
 
 
 def predicted(fit: Fit, rows: pd.DataFrame) -> np.ndarray:

@@ -8,7 +8,7 @@ from qscale.fit import fit
 from qscale.laws import get
 from qscale.report.cautions import cautions
 from qscale.report.diagnostics import influence, influence_in_words, uneven_scatter
-from qscale.report.evidence import gather
+from qscale.report.evidence import gather, refitter
 from tests.simulations import simulate
 
 
@@ -41,7 +41,10 @@ def test_influence_is_what_leaving_a_run_out_does() -> None:
     largest = frame["run"][frame["n_params"].idxmax()]
     frame.loc[frame["run"] == largest, "delta_loss"] *= 3
     each = evidence(frame)
-    table = influence(each)
+    refit = refitter(each)
+    table = influence(each, refit)
+    rows = each.rows[each.rows["run"] != largest]
+    assert refit(rows) is refit(rows.copy())  # what was left out once is not fitted again
     assert set(table.index) == set(frame["run"])
     assert table.index[0] == largest
     again = fit(frame[frame["run"] != largest], get("ouyang"), n_boot=0)
@@ -62,4 +65,5 @@ def test_influence_in_words_says_whether_one_run_decides() -> None:
 
 @pytest.mark.parametrize("runs", [3, 40])
 def test_too_few_or_too_many_clusters_have_no_table(runs) -> None:
-    assert influence(evidence(simulate(runs=runs))) is None
+    each = evidence(simulate(runs=runs))
+    assert influence(each, refitter(each)) is None
