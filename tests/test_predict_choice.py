@@ -175,7 +175,14 @@ def test_a_known_level_and_run_contribute() -> None:
     parts = contributions(shipped, ROW.assign(run=run))
     known = parts[parts["term"] == "known deviation of run"].iloc[0]
     assert known["log_ratio"] == pytest.approx(shipped.effects.values[0])
-    assert known["log_ratio_se"] > 0
+    effects, p = shipped.effects, len(shipped.theta)
+    assert known["log_ratio_se"] == pytest.approx(np.sqrt(effects.cov[p, p]))
+    # All together, errors of the law and of the run's deviation balance each other in part.
+    whole = parts[parts["term"] == "all"]["log_ratio_se"].iloc[0]
+    law = contributions(shipped, ROW)
+    law = law[law["term"] == "all"]["log_ratio_se"].iloc[0]
+    assert whole**2 != pytest.approx(law**2 + known["log_ratio_se"] ** 2, rel=0.01)
+    assert whole < law + known["log_ratio_se"]
 
 
 def test_a_regression_gives_the_effect_of_each_column_on_its_own(linear) -> None:

@@ -86,7 +86,8 @@ def fit(
         Random effect: a column (run), a combination (run:bits) or a slope by group (bits|run). May
         be repeated. Left out, the cluster column has one; none asks for none.
     likelihood
-        Distribution of residuals: huber, gaussian or student_t.
+        Distribution of residuals: huber, gaussian or student_t. Rows with a known standard error
+        are Gaussian around the law whichever is chosen.
     huber_delta
         Log residual at which the loss turns from quadratic to linear. Left out, it is 1.345 robust
         standard deviations of the residuals.

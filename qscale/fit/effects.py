@@ -11,17 +11,22 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from scipy.linalg import block_diag
 
 from qscale.fit.grouping import Term, design
 from qscale.fit.mixed import satterthwaite
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import pandas as pd
 
     Array = np.ndarray
 
 _CHUNK_ELEMENTS = 10_000_000  # of the rows' joint design, dense at 80 MB a time
 Kind = Literal["mean", "new_checkpoint"]
+UNSEEN = ""
+"""Level of an offset in rows whose own was not fitted: they share what is not known of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +228,69 @@ def condition(
     move = gain @ innovation
     updated = replace(wider, values=wider.values + move[p:], cov=wider.cov - gain @ gain_to.T)
     return theta + move[:p], updated
+
+
+@dataclass(frozen=True, slots=True)
+class Offset:
+    """What is known of the levels of an offset that were not fitted.
+
+    Parameters
+    ----------
+    column
+        Column of the levels.
+    levels
+        Those whose effects the law holds.
+    variance
+        Of an unseen level, on the link's scale: that between the fitted ones, and of their mean.
+    dof
+        Degrees of freedom of that variance, one less than the levels it was estimated from.
+    slope
+        Column whose log multiplies the deviation; None for one.
+    """
+
+    column: str
+    levels: tuple[str, ...]
+    variance: float
+    dof: float
+    slope: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Name of its term."""
+        return f"offset {self.column}"
+
+
+def with_offsets(effects: Effects, offsets: Sequence[Offset]) -> Effects:
+    """Return the effects with a term for each offset, so that an unseen level is a new one.
+
+    The law holds the fitted levels, so that their effects here are zero and sure. The variance of
+    an unseen one rests on few of them: its own is that of a sample variance of normal values.
+
+    Parameters
+    ----------
+    effects
+        Of a fit.
+    offsets
+        Those of its law; terms that are there already are not added again.
+    """
+    present = {term.text for term in effects.terms}
+    new = [offset for offset in offsets if offset.text not in present]
+    if not new:
+        return effects
+    count = sum(len(offset.levels) for offset in new)
+    zeros = np.zeros((len(new), *effects.cov_slopes.shape[1:]))
+    return replace(
+        effects,
+        terms=(
+            *effects.terms,
+            *(Term(each.text, (each.column,), each.slope, levels=each.levels) for each in new),
+        ),
+        values=np.concatenate([effects.values, np.zeros(count)]),
+        variances=np.concatenate([effects.variances, [offset.variance for offset in new]]),
+        cov=block_diag(effects.cov, np.zeros((count, count))),
+        scales_cov=block_diag(effects.scales_cov, np.diag([2 / offset.dof for offset in new])),
+        cov_slopes=np.concatenate([effects.cov_slopes, zeros]),
+    )
 
 
 def with_new_levels(effects: Effects, frame: pd.DataFrame, p: int) -> Effects:

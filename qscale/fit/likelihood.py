@@ -105,9 +105,12 @@ class Rows:
         """Return the standard deviation of Gaussian residuals that would be estimated as ``sigma``.
 
         The maximum likelihood scale of a robust density is not the standard deviation; this is the
-        usual consistency factor, found from the expected estimating equation.
+        usual consistency factor, found from the expected estimating equation. Rows that are
+        censored or have a known error are Gaussian, so that the factor is as far from one as the
+        others weigh.
         """
-        if self.family == "gaussian":
+        robust = float(((self.censored == 0) & (self.noise <= 0)).mean())
+        if self.family == "gaussian" or robust == 0:
             return sigma
         z = np.linspace(-10, 10, 4001)
         density = norm.pdf(z) * (z[1] - z[0])
@@ -118,7 +121,8 @@ class Rows:
                 _FAMILIES[self.family](z * ratio * sigma, scale, self.huber_delta)[0]
                 for scale in (sigma * np.exp(1e-5), sigma * np.exp(-1e-5))
             )
-            return float(((up - down) * density).sum())
+            gaussian = 2e-5 * (ratio**2 - 1)
+            return robust * float(((up - down) * density).sum()) + (1 - robust) * gaussian
 
         return sigma * float(brentq(expected_slope, 0.02, 50.0))
 

@@ -14,7 +14,17 @@ from scipy.stats import t as student
 from qscale.accessor import Accessor
 from qscale.atomic import write_text
 from qscale.errors import FitError, TableError
-from qscale.fit.effects import Effects, Predictive, condition, mean_variance, predictive, shortened
+from qscale.fit.effects import (
+    UNSEEN,
+    Effects,
+    Offset,
+    Predictive,
+    condition,
+    mean_variance,
+    predictive,
+    shortened,
+    with_offsets,
+)
 from qscale.fit.face import Results
 from qscale.fit.options import check_level
 from qscale.fit.summary import Summary, summarize
@@ -186,18 +196,19 @@ class Fit(Results):
 
     def center(self, frame: pd.DataFrame) -> np.ndarray:
         """Prediction of the law for the average group, shape (n,), in the target's unit."""
-        frame = self._complete(frame)
+        frame = self.completed(frame)
         return self.law.unlinked(self._location(frame, self.theta[None])[0])
 
     def predictive(self, frame: pd.DataFrame, kind: Kind = "new_checkpoint") -> Predictive:
         """Distribution of predicted rows on the link's scale, see `qscale.fit.effects`."""
-        frame = self._complete(frame)
+        frame = self.completed(frame)
         x = self._gradient(frame)
         p = len(self.theta)
-        cov = self.effects.cov.copy()
+        effects = self.all_effects
         if self.interval in ("sandwich", "conformal", "bootstrap") and self.cov.any():
+            cov = effects.cov.copy()
             cov[:p, :p] = self.cov
-        effects = replace(self.effects, cov=cov)
+            effects = replace(effects, cov=cov)
         return predictive(effects, self._location(frame, self.theta[None])[0], x, frame, kind)
 
     def quantiles(
@@ -209,20 +220,18 @@ class Fit(Results):
     ) -> np.ndarray:
         """Quantiles of predicted rows, shape (k, n), in the target's unit.
 
-        Those of a bootstrap fit come from its refits, all others from Student's t; unseen levels
-        of an offset add the spread of the known ones.
+        Those of a bootstrap fit come from its refits, all others from Student's t. For a new
+        checkpoint, unseen levels of an offset add the spread of the known ones.
         """
-        frame = self._complete(frame)
+        frame = self.completed(frame)
         found = self.predictive(frame, kind)
-        extra = self.unseen_variance(frame)
         if self.interval == "bootstrap":
-            edges = self._drawn(frame, found, extra, probabilities, kind, seed)
+            edges = self._drawn(frame, found, probabilities, kind, seed)
         elif self.calibration is not None and kind == "new_checkpoint":
-            reach = self.calibration.reach(probabilities)
-            edges = found.mean + reach[:, None] * np.sqrt(found.sd**2 + extra)
+            edges = found.mean + self.calibration.reach(probabilities)[:, None] * found.sd
         else:
             reach = np.asarray(student.ppf(probabilities[:, None], found.dof))
-            edges = found.mean + reach * np.sqrt(found.sd**2 + extra)
+            edges = found.mean + reach * found.sd
         return self.law.unlinked(edges)
 
     def surprise(self, rows: pd.DataFrame) -> Predictive:
@@ -234,12 +243,11 @@ class Fit(Results):
             One entry: the mean of observed minus predicted on the link's scale, the standard
             deviation that the fit expects of it, and the degrees of freedom of their ratio.
         """
-        rows = self._complete(rows)
-        found = mean_variance(self.effects, self._gradient(rows), rows)
+        rows = self.completed(rows)
+        found = mean_variance(self.all_effects, self._gradient(rows), rows)
         observed = self.law.linked(rows[self.target].to_numpy(dtype=float))
         error = float((observed - self.predictive(rows).mean).mean())
-        unseen = float(self.unseen_variance(rows).mean())
-        return Predictive(np.array([error]), np.sqrt(found.sd**2 + unseen), found.dof)
+        return Predictive(np.array([error]), found.sd, found.dof)
 
     def given(self, rows: pd.DataFrame) -> Fit:
         """Return the fit conditioned on measured rows of a new checkpoint.
@@ -266,7 +274,7 @@ class Fit(Results):
                 "the fit has no random effects to update with measured rows; fit again with random "
                 "effects of run on a table where runs have several rows."
             )
-        rows = self._complete(rows)
+        rows = self.completed(rows)
         require(rows, [self.law.target], "given rows")
         linked = self.law.linked(rows[self.law.target].to_numpy(dtype=float))
         if not np.isfinite(linked).all():
@@ -277,7 +285,7 @@ class Fit(Results):
         if self.law.target == "delta_loss" and "delta_loss_se" in rows.columns:
             noise = (rows["delta_loss_se"].fillna(0.0) / rows["delta_loss"]).to_numpy() ** 2
         surprise = linked - self._location(rows, self.theta[None])[0]
-        theta, effects = condition(self.effects, self.theta, x, rows, surprise, noise)
+        theta, effects = condition(self.all_effects, self.theta, x, rows, surprise, noise)
         low, high = np.array([p.bounds for p in self.law.parameters]).T
         return replace(
             self,
@@ -298,33 +306,44 @@ class Fit(Results):
         gradient = self.law.gradient(self.theta[None], columns_of(self.law, frame))[0]
         return np.broadcast_to(gradient, (len(frame), len(self.theta)))
 
-    def _complete(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """Check the columns; those of offsets may be absent and are filled with no level."""
-        absent = {c: "" for c in self.law.columns if c not in (*self.columns, *frame.columns)}
+    @property
+    def offsets(self) -> tuple[Offset, ...]:
+        """Offsets of the law, with the variance of a level that was not fitted."""
+        found = []
+        for factor in self.law.factors:
+            if factor.kind == "offset" and len(factor.options["levels"]) > 1:
+                column, levels = factor.options["column"], tuple(factor.options["levels"])
+                logs = [self.values[f"{column}[{level}]"] for level in levels[:-1]]
+                spread = float(np.var([*logs, -sum(logs)], ddof=1))
+                count = len(levels)
+                found.append(Offset(column, levels, spread * (1 + 1 / count), count - 1))
+        return tuple(found)
+
+    @property
+    def all_effects(self) -> Effects:
+        """Random effects, an unseen level of each offset among them."""
+        return with_offsets(self.effects, self.offsets)
+
+    def completed(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """Return rows as the law reads them, or raise naming the column that is missing or null.
+
+        Columns of offsets may be absent; there, all levels that were not fitted are one.
+        """
         require(frame, self.columns, "prediction")
         for column in self.columns:
             if frame[column].isna().any():
                 row = int(np.flatnonzero(frame[column].isna())[0]) + 1
                 raise TableError(f"prediction: row {row} has no value in column {column!r}.")
-        return frame.assign(**absent).reset_index(drop=True)
-
-    def unseen_variance(self, frame: pd.DataFrame) -> np.ndarray:
-        """Variance between the known levels of each offset whose level is not known, shape (n,)."""
-        variance = np.zeros(len(frame))
-        for factor in self.law.factors:
-            if factor.kind == "offset":
-                column, levels = factor.options["column"], factor.options["levels"]
-                logs = [self.values[f"{column}[{level}]"] for level in levels[:-1]]
-                spread = float(np.var([*logs, -sum(logs)], ddof=1))
-                unseen = ~np.isin(frame[column].astype(str).to_numpy(), levels)
-                variance += spread * (1 + 1 / len(levels)) * unseen
-        return variance
+        own = {}
+        for column, levels in self.categories.items():
+            labels = frame[column].astype(str) if column in frame.columns else [""] * len(frame)
+            own[column] = np.where(np.isin(labels, levels), labels, UNSEEN)
+        return frame.assign(**own).reset_index(drop=True)
 
     def _drawn(
         self,
         frame: pd.DataFrame,
         found: Predictive,
-        extra: np.ndarray,
         probabilities: np.ndarray,
         kind: Kind,
         seed: int,
@@ -336,7 +355,7 @@ class Fit(Results):
         drawn = self._location(frame, theta)
         mean = found.mean - self._location(frame, self.theta[None])[0]
         law_only = self.predictive(frame, "mean")
-        scatter = np.sqrt(np.maximum(found.sd**2 - law_only.sd**2, 0.0) * (kind != "mean") + extra)
+        scatter = np.sqrt(np.maximum(found.sd**2 - law_only.sd**2, 0.0)) * (kind != "mean")
         noise = np.random.default_rng(seed).standard_t(max(self.data.clusters - 1, 1), drawn.shape)
         edges = np.quantile(drawn + mean + noise * scatter, probabilities, axis=0)
         side = np.sign(np.asarray(probabilities)[:, None] - 0.5)

@@ -60,7 +60,7 @@ class Selection:
 _UNKNOWN = {"group_size": "group_size is one scale per row or not known"}
 
 
-_STANDARD_ERRORS = {"delta_loss": "delta_loss_se", "kl": "kl_se"}
+STANDARD_ERRORS = {"delta_loss": "delta_loss_se", "kl": "kl_se"}
 _COLLAPSED = ("collapsed", "nonfinite")
 
 
@@ -159,7 +159,7 @@ def _observed(
     """Target or bound on the law's scale, which of them it is, and the target's standard error."""
     target = frame[law.target].to_numpy(dtype=float)
     noise, censored = np.zeros(len(frame)), np.zeros(len(frame), dtype=int)
-    errors = _STANDARD_ERRORS.get(law.target, "")
+    errors = STANDARD_ERRORS.get(law.target, "")
     if floor is not None and law.link == "log" and errors in frame.columns:
         noise = frame[errors].fillna(0.0).to_numpy(dtype=float)
         under = (noise > 0) & (target <= floor * noise)

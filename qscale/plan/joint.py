@@ -11,7 +11,6 @@ from qscale.errors import QscaleError
 from qscale.fit import Fit
 from qscale.fit.effects import with_new_levels
 from qscale.laws import columns_of
-from qscale.table import require
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,10 +31,10 @@ class Joint:
     location
         The law at its estimates plus known effects, on the link's scale, shape (n,).
     design
-        How errors in parameters, in effects and in offsets of unseen levels enter each row, shape
-        (n, p + q + u).
+        How errors in parameters and in effects, those of unseen levels of offsets among them,
+        enter each row, shape (n, p + q).
     cov
-        Covariance of those errors, shape (p + q + u, p + q + u).
+        Covariance of those errors, shape (p + q, p + q).
     residual
         Variance of a single measured row, on the link's scale.
     """
@@ -71,45 +70,24 @@ def joint(fit: Fit, frame: pd.DataFrame, kind: Kind = "new_checkpoint") -> Joint
     TableError
         If a column is missing.
     """
-    frame = complete(fit, frame)
+    frame = fit.completed(frame)
     p = len(fit.theta)
     x = fit.law.gradient(fit.theta[None], columns_of(fit.law, frame))[0]
     x = np.broadcast_to(x, (len(frame), p))
-    effects = with_new_levels(fit.effects, frame, p) if kind == "new_checkpoint" else fit.effects
+    effects = fit.all_effects
+    if kind == "new_checkpoint":
+        effects = with_new_levels(effects, frame, p)
     z = effects.known(frame)
     cov = effects.cov.copy()
     if fit.interval in ("sandwich", "conformal", "bootstrap") and fit.cov.any():
         cov[:p, :p] = fit.cov
-    offsets = _unseen_offsets(fit, frame) if kind == "new_checkpoint" else np.zeros((len(frame), 0))
-    u = offsets.shape[1]
-    whole = np.zeros((len(cov) + u,) * 2)
-    whole[: len(cov), : len(cov)] = cov
-    whole[range(len(cov), len(whole)), range(len(cov), len(whole))] = 1.0
     location = fit.law.location(fit.theta[None], columns_of(fit.law, frame))[0]
     return Joint(
         location=np.broadcast_to(location, len(frame)) + z @ effects.values,
-        design=np.concatenate([x, z, offsets], axis=1),
-        cov=whole,
+        design=np.concatenate([x, z], axis=1),
+        cov=cov,
         residual=float(effects.residual),
     )
-
-
-def complete(fit: Fit, frame: pd.DataFrame) -> pd.DataFrame:
-    """Check the columns of a fit; those of its offsets may be absent, which is no known level."""
-    require(frame, fit.columns, "rows to plan with")
-    absent = {c: "" for c in fit.law.columns if c not in (*fit.columns, *frame.columns)}
-    return frame.assign(**absent).reset_index(drop=True)
-
-
-def _unseen_offsets(fit: Fit, frame: pd.DataFrame) -> Array:
-    """One column for rows whose offsets' levels are unseen: they share what is not known of them.
-
-    The variance is that of `qscale.fit.Fit.unseen_variance`; levels unseen alike count as one.
-    """
-    spread = np.sqrt(fit.unseen_variance(frame))
-    if not spread.any():
-        return np.zeros((len(frame), 0))
-    return spread[:, None]
 
 
 def draws(fit: Fit, frame: pd.DataFrame, count: int, rng: np.random.Generator, kind: Kind) -> Array:
@@ -149,7 +127,7 @@ def draws(fit: Fit, frame: pd.DataFrame, count: int, rng: np.random.Generator, k
             )
         theta = fit.draws[rng.integers(len(fit.draws), size=count)]
     low, high = np.array([parameter.bounds for parameter in fit.law.parameters]).T
-    frame = complete(fit, frame)
+    frame = fit.completed(frame)
     law = fit.law.location(np.clip(theta, low, high), columns_of(fit.law, frame))
     at_estimate = fit.law.location(fit.theta[None], columns_of(fit.law, frame))
     shared = found.location - at_estimate + errors[:, p:] @ found.design[:, p:].T

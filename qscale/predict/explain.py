@@ -72,13 +72,16 @@ def _of_law(fit: Fit, frame: pd.DataFrame) -> list[tuple[str, str, str, float, f
         cov = fit.cov[np.ix_(slots, slots)]
         name = replace(law, factors=(factor,)).formula.split(" = ", 1)[1]
         rows.append((name, _said(factor, here), _said(factor, there), value, _sd(slope, cov)))
-    known = float(fit.effects.known(frame)[0] @ fit.effects.values) if fit.effects.terms else 0.0
+    design = fit.effects.known(fit.completed(frame))[0]
+    known = float(design @ fit.effects.values)
+    cov = fit.effects.cov.copy()
+    cov[:size, :size] = fit.cov
     if known:
         names = ", ".join(term.text for term in fit.effects.terms)
-        sd = float(fit.predictive(frame, "mean").sd[0])
+        sd = _sd(design, cov[size:, size:])
         rows.append((f"known deviation of {names}", "", "", known, sd))
     everything = sum(row[3] for row in rows)
-    return [*rows, ("all", "", "", everything, _sd(total, fit.cov))]
+    return [*rows, ("all", "", "", everything, _sd(np.concatenate([total, design]), cov))]
 
 
 def _change(

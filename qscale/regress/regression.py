@@ -10,7 +10,7 @@ import pandas as pd
 from scipy.stats import t as student
 
 from qscale.errors import FitError
-from qscale.fit.effects import Effects, Kind, condition, predictive
+from qscale.fit.effects import Effects, Kind, Offset, condition, predictive, with_offsets
 from qscale.fit.face import Results
 from qscale.fit.options import check_level
 from qscale.fit.summary import Summary
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     Array = np.ndarray
 
 
+_SPREAD = "exp of the spread of unseen categories"
 _NO_COEFFICIENTS = pd.DataFrame(columns=["estimate", "se", "low", "high"], dtype=float)
 
 
@@ -167,20 +168,21 @@ class Regression(Results):
         trees and processes the delete-a-group jackknife over refits without a part of the clusters.
         ``new_checkpoint`` is how left-out runs and rows scattered around predictions made without
         them; the covariance of a linear kind enters where it is above that of the fitted rows, as
-        in extrapolation. Levels of a category that were not fitted add the spread of the known.
+        in extrapolation; levels of a category that were not fitted add the spread of the known.
         """
         frame = self._complete(frame)
         location, between = self.main.locate(frame)
+        effects, frame = self._with_categories(frame, between)
         own = self.own_variance(frame) if kind == "mean" or self._linear else np.zeros(len(frame))
         # The spread of refits is too rough for this: its errors above the mean would all be added.
         beyond = np.maximum(own - self.typical, 0.0) if self._linear else 0.0
-        found = predictive(self.effects, location, np.zeros((len(frame), 1)), frame, kind)
+        found = predictive(effects, location, np.zeros((len(frame), 1)), frame, kind)
         if kind == "mean":
-            measured = len(self.effects.values) > 0 and ~self.effects.unknown(frame).any(axis=1)
-            variance = np.where(measured, found.sd**2 + beyond, own) + between
+            measured = len(effects.values) > 0 and ~self.effects.unknown(frame).any(axis=1)
+            variance = np.where(measured, found.sd**2 + beyond, own)
             dof = np.full(len(frame), self._dof)
         else:
-            variance, dof = found.sd**2 + beyond + between, found.dof
+            variance, dof = found.sd**2 + beyond, found.dof
         reach = student.ppf(np.asarray(probabilities)[:, None], dof)
         return self._unlogged(found.mean + reach * np.sqrt(variance))
 
@@ -215,12 +217,28 @@ class Regression(Results):
         if not (target > 0).all():
             row = int(np.flatnonzero(~(target > 0))[0]) + 1
             raise FitError(f"given rows: row {row}, {self.target} must be above zero.")
-        surprise = np.log(target) - self.main.locate(rows, "given rows")[0]
+        location, between = self.main.locate(rows, "given rows")
+        effects, rows = self._with_categories(rows, between)
         nothing = np.zeros(len(rows))
         _, effects = condition(
-            self.effects, np.zeros(1), np.zeros((len(rows), 1)), rows, surprise, nothing
+            effects,
+            np.zeros(1),
+            np.zeros((len(rows), 1)),
+            rows,
+            np.log(target) - location,
+            nothing,
         )
         return replace(self, effects=effects)
+
+    def _with_categories(self, frame: pd.DataFrame, between: Array) -> tuple[Effects, pd.DataFrame]:
+        """Add a deviation that rows of unseen categories share, its standard deviation in each."""
+        if not self.categories:
+            return self.effects, frame
+        fewest = min(len(levels) for levels in self.categories.values())
+        shared = Offset("unseen category", (), 1.0, max(fewest - 1, 1), slope=_SPREAD)
+        return with_offsets(self.effects, [shared]), frame.assign(
+            **{_SPREAD: np.exp(np.sqrt(between))}
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the regression to one file, all or nothing; `qscale.regress.load` reads it."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from qscale import datasets
 from qscale.fit import INTERVAL_MEANING
+from qscale.fit.rows import STANDARD_ERRORS
 from qscale.laws import published
 from qscale.report.evidence import LARGEST, LEAVE_ONE_OUT
 from qscale.report.words import but_for, listed, number, percent, plural, times
@@ -80,7 +81,17 @@ def methods_paragraph(evidence: Evidence, group: Group) -> str:
         "gaussian": "the negative log of a Gaussian density",
         "student_t": "the negative log of Student's t density with 4 degrees of freedom",
     }[options.get("likelihood", "huber")]
-    sentences.append(f"Parameters minimise the sum over {scale} of {loss}.")
+    noisy = _noisy(evidence)
+    if noisy < fit.data.rows:
+        whose = "of the other rows " if noisy else ""
+        sentences.append(f"Parameters minimise the sum over {scale} {whose}of {loss}.")
+    if noisy:
+        rows = "Each row" if noisy == fit.data.rows else plural(noisy, "row")
+        have = "has" if noisy in (1, fit.data.rows) else "have"
+        sentences.append(
+            f"{rows} with a known standard error {have} the likelihood of a Gaussian measurement "
+            "of a target that scatters log-normally around the law."
+        )
     if fit.effects.terms:
         sentences.append(
             f"Random effects of {listed([term.text for term in fit.effects.terms])} have variances "
@@ -93,6 +104,13 @@ def methods_paragraph(evidence: Evidence, group: Group) -> str:
         f"{options.get('seed', 0)}; the rows hash to {fit.data.sha256[:12]} (SHA-256)."
     )
     return " ".join(sentences)
+
+
+def _noisy(evidence: Evidence) -> int:
+    """Count the rows whose known standard error enters the likelihood."""
+    errors = evidence.rows.get(STANDARD_ERRORS.get(evidence.fit.target, ""))
+    used = evidence.fit.data.options.get("floor") and evidence.fit.law.link == "log"
+    return 0 if errors is None or not used else int((errors.fillna(0) > 0).sum())
 
 
 def _tested(evidence: Evidence, group: Group) -> list[str]:

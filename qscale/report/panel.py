@@ -73,11 +73,18 @@ def law_of(fit: Fit) -> dict[str, Any]:
     """
     p = len(fit.theta)
     robust = fit.interval in ("sandwich", "conformal", "bootstrap") and bool(fit.cov.any())
-    effects = fit.effects
+    effects = fit.all_effects
+    offsets = {offset.text: offset.column for offset in fit.offsets}
     own = {
         "residual": float(effects.residual),
         "terms": [
-            {"variance": float(variance), "slope": term.slope, "center": term.center}
+            {
+                "variance": float(variance),
+                "slope": term.slope,
+                "center": term.center,
+                "column": offsets.get(term.text),
+                "levels": list(term.levels) if term.text in offsets else [],
+            }
             for term, variance in zip(effects.terms, effects.variances, strict=True)
         ],
         "covariance": (fit.cov if robust else effects.cov[:p, :p]).tolist(),
@@ -109,11 +116,7 @@ def _center(fit: Fit) -> dict[str, Any]:
 def _reach(fit: Fit, kind: str) -> dict[str, Any]:
     """Return what the ends of intervals need beside the variance."""
     nodes, weights = np.polynomial.legendre.leggauss(_NODES)
-    found: dict[str, Any] = {"quadrature": [nodes.tolist(), weights.tolist()], "unseen": []}
-    for column, levels in fit.categories.items():
-        logs = [fit.values[f"{column}[{level}]"] for level in levels[:-1]]
-        variance = float(np.var([*logs, -sum(logs)], ddof=1)) * (1 + 1 / len(levels))
-        found["unseen"].append({"column": column, "levels": list(levels), "variance": variance})
+    found: dict[str, Any] = {"quadrature": [nodes.tolist(), weights.tolist()]}
     if kind == "conformal" and fit.calibration is not None:
         reach = fit.calibration.reach(np.array([0.5 + level / 200 for level in LEVELS]))
         finite = [float(x) if np.isfinite(x) else None for x in reach]

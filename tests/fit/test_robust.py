@@ -156,3 +156,19 @@ def test_a_table_of_nothing_but_noise_is_an_error() -> None:
     table = simulate().assign(delta_loss_se=1e6)
     with pytest.raises(FitError, match=r"0 of 72 usable rows are measured \(72 lie under their"):
         fit(table, get("ouyang"))
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "huber", "student_t"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_scatter_of_rows_is_its_own_whether_or_not_their_errors_are_known(
+    likelihood, share
+) -> None:
+    """Rows with a known error are Gaussian: no factor of a robust density belongs to them."""
+    found = []
+    for seed in range(6):
+        table = simulate(runs=150, between=0.0, within=0.2, seed=seed)
+        known = np.random.default_rng(seed).uniform(size=len(table)) < share
+        table["delta_loss_se"] = np.where(known, 0.02 * table["delta_loss"], np.nan)
+        made = fit(table, get("ouyang"), likelihood=likelihood, random=(), interval="model")
+        found.append(made.effects.residual**0.5)
+    assert np.mean(found) == pytest.approx(0.2, rel=0.03)

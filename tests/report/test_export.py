@@ -19,6 +19,7 @@ from qscale.report.cite import bibtex, methods_paragraph
 from qscale.report.evidence import Group, gather, held_out
 from qscale.report.export import to_latex
 from tests.report.conftest import EVIL
+from tests.simulations import simulate
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +151,18 @@ def test_the_methods_paragraph_says_what_was_done(evidence) -> None:
     assert made.data.sha256[:12] in text
     summary = group.summary["ouyang", "leave one out"]
     assert f"a factor of {np.exp(summary.error):.3g}" in text
+
+
+@pytest.mark.parametrize("known", [1.0, 0.5])
+def test_the_methods_paragraph_says_how_rows_with_errors_count(known) -> None:
+    frame = simulate(runs=12)
+    errors = np.where(np.arange(len(frame)) < known * len(frame), 0.01, np.nan)
+    frame["delta_loss_se"] = errors * frame["delta_loss"]
+    each = gather("x", fit(frame, get("ouyang"), n_boot=0), frame)
+    text = methods_paragraph(each, Group((each,), held_out([each], n_boot=25, progress=len)))
+    rows = "Each row" if known == 1 else "18 rows"
+    assert f"{rows} with a known standard error ha" in text
+    assert ("Huber's loss" in text) == (known < 1)
 
 
 def test_a_card_needs_a_name_of_its_own(folder, tmp_path) -> None:

@@ -73,17 +73,17 @@ function studentQuantile(probability, dof, [nodes, weights]) {
 function spread(law, gradient, point) {
   const { residual, terms, covariance, covariance_slopes, scales_covariance } = law.effects;
   const sure = quadratic(gradient, covariance);
-  const added = terms.map(({ variance, slope, center }) =>
-    variance * (slope === null ? 1 : (Math.log(point[slope]) - center) ** 2));
+  // An offset's fitted levels are in the law; a new one adds its variance, as a new run does.
+  const added = terms.map(({ variance, slope, center, column, levels }) =>
+    levels.includes(point[column]) ? 0
+      : variance * (slope === null ? 1 : (Math.log(point[slope]) - center) ** 2));
   const fresh = added.reduce((a, b) => a + b, residual);
   const slopes = covariance_slopes.map((m) => quadratic(gradient, m));
   [residual, ...added].forEach((x, k) => { slopes[k] += x; });
   const variance = sure + fresh;
   const wobble = quadratic(slopes, scales_covariance);
   const dof = Math.min(Math.max(2 * variance ** 2 / Math.max(wobble, 1e-300), 1), 1e6);
-  const unseen = law.unseen.reduce(
-    (sum, { column, variance: v, levels }) => sum + (levels.includes(point[column]) ? 0 : v), 0);
-  return { variance, fresh, dof, unseen };
+  return { variance, fresh, dof };
 }
 
 function quantile(sorted, probability) {
@@ -101,8 +101,8 @@ function predict(law, point) {
   const unlinked = law.link === "log" ? Math.exp : (x) => x;
   const result = { median: unlinked(mean), factors: parts.map(([value]) => value), intervals: {} };
   if (law.interval === null) return result;
-  const { variance, fresh, dof, unseen } = spread(law, gradient, point);
-  const sd = Math.sqrt(Math.max(variance, 0) + unseen);
+  const { variance, fresh, dof } = spread(law, gradient, point);
+  const sd = Math.sqrt(Math.max(variance, 0));
   let ends = (level) => {
     const reach = law.interval === "conformal"
       ? (law.reach[level] === null ? Infinity : law.reach[level])
@@ -110,7 +110,7 @@ function predict(law, point) {
     return [mean - reach * sd, mean + reach * sd];
   };
   if (law.interval === "bootstrap") {
-    const scatter = Math.sqrt(fresh + unseen);
+    const scatter = Math.sqrt(fresh);
     const drawn = law.draws.map((theta) => at(theta).reduce((s, [v]) => s + v, 0));
     const noisy = law.noise.map((noise, i) => drawn[i % drawn.length] + noise * scatter);
     const sorted = Float64Array.from(noisy).sort();
