@@ -153,6 +153,7 @@ def _points(
     """Cross settings with sizes, or with the sizes that fill the budgets."""
     import pandas as pd  # noqa: PLC0415
 
+    from qscale import table as tables  # noqa: PLC0415
     from qscale.plan.pareto import largest_models  # noqa: PLC0415
 
     frame = with_stored_bits(delta, subject.known, subject.settings)
@@ -161,6 +162,7 @@ def _points(
         frame = pd.concat(parts, ignore_index=True)
         if (frame["n_params"] <= 0).any():
             raise QscaleError("--sizes must be above zero.")
+        frame = tables.check(frame, "--sizes")
     else:
         frame = largest_models(frame, budgets)
     return frame if tokens_per_param is None else frame.assign(

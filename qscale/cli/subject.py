@@ -91,7 +91,7 @@ def subject_of(
     reading
         Columns that a shipped fit must read to be chosen.
     solved
-        What the command varies or solves for, with values that stand in where they are not known.
+        What the command varies or solves for, with values that stand in for them in the choice.
 
     Raises
     ------
@@ -116,7 +116,7 @@ def subject_of(
         known, values = completed(known, values, given)
     ranked: tuple[Candidate, ...] = ()
     if fitted is None:
-        wanted = {**solved, **known, **values}
+        wanted = {**known, **values, **solved}
         if of_rounding and not values["method"]:
             wanted["method"] = ["rtn"]
         ranked = _ranked(wanted, reading)

@@ -15,7 +15,7 @@ from qscale.fit.calibration import calibrate, check_clusters
 from qscale.fit.effects import Effects
 from qscale.fit.identify import trade_offs
 from qscale.fit.intervals import bootstrap, one_step_bootstrap, pieces, profile, sandwich
-from qscale.fit.options import as_list, check_choice, check_frame, check_law
+from qscale.fit.options import as_list, check_choice, check_frame, check_kinds, check_law
 from qscale.fit.point import estimated
 from qscale.fit.record import FEWEST_RESAMPLED, Data, Interval, hash_of
 from qscale.fit.result import Fit
@@ -120,10 +120,12 @@ def fit(
         If too few rows or levels are left, an option is unknown, or conformal intervals are asked
         for with too few clusters.
     TableError
-        If the table is no frame or a column is missing.
+        If the table is no frame, or a column that the law reads is missing, given twice, or holds
+        neither plain numbers nor text.
     """
     check_frame(frame, "table")
     check_law(law)
+    check_kinds(frame, law, name)
     if interval is not None:
         check_choice("interval", interval, get_args(Interval))
     options: dict[str, Any] = {

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import pandas as pd
 
+from qscale.columns import COLUMNS, Column
 from qscale.errors import FitError, TableError
 from qscale.fit.grouping import parse
 from qscale.fit.likelihood import Family
@@ -17,6 +18,7 @@ from qscale.table import require, require_numbers
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+_FLAG = Column("", "flag", "", "")  # of columns that the table does not know
 FINEST_DELTA = 1e-5  # of the residuals' scale; below it the Huber loss has no scale of its own
 
 
@@ -85,6 +87,30 @@ def check_law(law: object) -> None:
 def as_list(names: str | Sequence[str]) -> list[str]:
     """Return names as a list, of one for a text."""
     return [names] if isinstance(names, str) else list(names)
+
+
+def check_kinds(frame: pd.DataFrame, law: Law, name: str) -> None:
+    """Raise if a column that a law reads is given twice, or holds what is no plain number or text.
+
+    Raises
+    ------
+    TableError
+        Naming the column.
+    """
+    for column in (*law.columns, law.target):
+        found = frame.loc[:, frame.columns == column]
+        if found.shape[1] > 1:
+            raise TableError(f"{name}: column {column!r} appears twice.")
+        if found.shape[1] == 0:
+            continue  # missing columns are said elsewhere, with what to do
+        kind = found.dtypes.iloc[0]
+        if isinstance(kind, pd.CategoricalDtype) or pd.api.types.is_complex_dtype(kind):
+            raise TableError(
+                f"{name}: column {column!r} must hold plain numbers or text. Got {kind} instead; "
+                "convert it with astype(float) or astype(str)."
+            )
+        if pd.api.types.is_bool_dtype(kind) and COLUMNS.get(column, _FLAG).kind == "number":
+            raise TableError(f"{name}: column {column!r} must hold numbers. Got true and false.")
 
 
 def check_ceiling(ceiling: float | None, law: Law) -> None:

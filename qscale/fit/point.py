@@ -54,13 +54,14 @@ def estimated(
     fixed, random, huber_delta = options["fixed"], options["random"], options["huber_delta"]
     check_options(options)
     check_ceiling(options["ceiling"], law)
-    selection, law = _prepare(frame, law, options["offset"], cluster, name, options)
+    selection, law, single = _prepare(frame, law, options["offset"], cluster, name, options)
     check_fixed(law, fixed)
     check_levels(law, selection.frame, set(fixed), name)
     check_measured(law, selection, set(fixed), name)
     check_random(selection.frame, random, law.target, name)
     problem, solution = from_starts(law, selection, fixed, huber_delta, options["likelihood"])
     terms, notes = _terms((cluster,) if random is None else random, selection.frame)
+    notes = (*single, *notes)
     model = _model(selection, problem, terms, options["likelihood"], huber_delta)
     pooled = solution.theta[np.argmin(solution.objective)]
     scale = robust_scale(law, problem, pooled)
@@ -117,8 +118,8 @@ def _prepare(
     cluster: str,
     name: str,
     options: Mapping[str, Any],
-) -> tuple[Selection, Law]:
-    """Select usable rows and add one offset factor per column with more than one level."""
+) -> tuple[Selection, Law, tuple[str, ...]]:
+    """Select usable rows, add one offset factor per column of several levels, note the others."""
     check_offsets(frame, offset, name)
     if offset:
         frame = frame.assign(**{column: frame[column].fillna("unknown") for column in offset})
@@ -131,10 +132,12 @@ def _prepare(
         floor=options["floor"],
         ceiling=options["ceiling"],
     )
-    extra = []
+    extra, single = [], []
     for column in offset:
         levels = selection.frame[column].value_counts().sort_index().sort_values(kind="stable")
         if len(levels) > 1:
             # The most frequent level last: it is the one that the others are coded against.
             extra.append(offset_factor(column, tuple(map(str, levels.index))))
-    return selection, law.with_factors(*extra)
+        else:
+            single.append(f"No offset of {column}: it is {levels.index[0]} in every row.")
+    return selection, law.with_factors(*extra), tuple(single)

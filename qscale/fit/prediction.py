@@ -48,8 +48,8 @@ def predict(
     Returns
     -------
     pandas.DataFrame
-        The frame's rows with the fit's target (median prediction), ``low_50``, ``high_50``,
-        ``low_90``, ``high_90`` in the target's unit, and for ``delta_loss`` the
+        The frame's rows, under its index, with the fit's target (median prediction), ``low_50``,
+        ``high_50``, ``low_90``, ``high_90`` in the target's unit, and for ``delta_loss`` the
         ``perplexity_ratio`` exp(delta_loss). Intervals are null if the fit has none.
 
     Raises
@@ -67,7 +67,7 @@ def predict(
     edges = [side * level / 2 for level in levels for side in (-1, 1)]
     quantiles = fit.quantiles(rows, np.array([0.5, *(0.5 + e for e in edges)]), kind, seed)
     without = np.isnan(quantiles[0])
-    result = frame.reset_index(drop=True).copy()
+    result = frame.copy()
     result[fit.target] = np.where(without, fit.center(rows), quantiles[0])
     names = [f"{side}_{100 * level:g}" for level in levels for side in ("low", "high")]
     for name, values in zip(names, quantiles[1:], strict=True):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qscale import table
-from qscale.errors import QscaleError
+from qscale.errors import CheckpointError, QscaleError
 from qscale.measure import features as measuring
 from qscale.measure.job import Job, Probing, counter, measured
 from qscale.measure.loss import reference
@@ -135,6 +135,7 @@ def measure(
         device=device,
     )
     training = combine((Statement("options", stated), *subject.checkpoint.description.statements))
+    _check_rates(training)
     for sentence in (*training.remarks, _origins(training), *_cautions(subject, bos)):
         note(sentence)
     if any(setting.activations for setting in settings):
@@ -176,6 +177,16 @@ def _calibrated(setting: Quantizer, calibration: Windows | None) -> dict[str, An
     """Name the text that a setting is calibrated on, if it is."""
     used = calibration if setting.calibrated else None
     return {"calibration": None if used is None else calibration_id(used)}
+
+
+def _check_rates(training: Training) -> None:
+    """Raise if the learning rate is above its peak."""
+    lr, peak = (training.values.get(name) for name in ("lr", "lr_peak"))
+    if isinstance(lr, float) and isinstance(peak, float) and lr > peak:
+        raise CheckpointError(
+            f"lr must be at most lr_peak. Got {lr:g} by {training.origins['lr']} above {peak:g} by "
+            f"{training.origins['lr_peak']}; correct one of them."
+        )
 
 
 def _origins(training: Training) -> str:

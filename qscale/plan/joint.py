@@ -110,7 +110,14 @@ def draws(fit: Fit, frame: pd.DataFrame, count: int, rng: np.random.Generator, k
         Random generator.
     kind
         ``mean`` for the law alone, ``new_checkpoint`` with the deviations of unknown levels.
+
+    Raises
+    ------
+    QscaleError
+        If the count is no whole number above zero, or a bootstrap has too few refits.
     """
+    if not isinstance(count, int | np.integer) or count < 1:
+        raise QscaleError(f"draws must be a whole number, one or more. Got {count} instead.")
     found = joint(fit, frame, kind)
     p = len(fit.theta)
     values, vectors = np.linalg.eigh(found.cov)

@@ -131,7 +131,9 @@ def test_an_unseen_or_absent_method_is_the_average_of_the_known(table, ols, kind
     unseen = predict(found, row.assign(method="new"))
     assert np.log(unseen["delta_loss"][0]) == pytest.approx(known.mean())
     pd.testing.assert_frame_equal(predict(found, row), unseen.drop(columns="method"))
-    both = predict(found, pd.concat([row.assign(method="new"), row.assign(method="rtn")]))
+    both = predict(
+        found, pd.concat([row.assign(method="new"), row.assign(method="rtn")], ignore_index=True)
+    )
     assert np.log(both["delta_loss"][1]) == pytest.approx(known[1])
     widths = np.log(both["high_90"] / both["low_90"])
     assert widths[0] > widths[1]
