@@ -123,6 +123,9 @@ class Settings:
 COMMON = Settings()
 
 
+PROBES = 6
+
+
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Curvature:
@@ -140,7 +143,7 @@ class Curvature:
 
     text: Path | None = None
     context: int | None = None
-    probes: int = 6
+    probes: int = PROBES
 
     def quantizers(self, named: Sequence[str | None], settings: Settings) -> list[Setting]:
         """Check and return the settings of rounding to nearest; none without a text.
@@ -158,6 +161,8 @@ class Curvature:
             If there is no checkpoint or no text, or an option is wrong.
         """
         if self.text is None:
+            if self.context is not None or self.probes != PROBES:
+                raise QscaleError("--context and --probes are about --text; give a text too.")
             return []
         if parted(*named)[1] is None:
             raise QscaleError("--text needs a checkpoint folder whose curvature to take.")

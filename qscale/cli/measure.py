@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from qscale.cli.console import Seed, console, number, progress, table
+from qscale.cli.described import Count
 from qscale.cli.settings import quantizer_settings
 from qscale.errors import QscaleError
 from qscale.quantize.mix import parse_setting
@@ -51,7 +52,7 @@ def measure(
     track: str | None = None,
     family: str | None = None,
     run: str | None = None,
-    tokens: float | None = None,
+    tokens: Count | None = None,
     lr_peak: float | None = None,
     lr: float | None = None,
     lr_schedule: str | None = None,

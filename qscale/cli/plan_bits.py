@@ -12,6 +12,7 @@ from qscale.cli import joined as both
 from qscale.cli.console import Seed, console, number, refuse_existing, table
 from qscale.cli.described import settings_of
 from qscale.cli.facts import COMMON, NO_CURVATURE, NOTHING, Curvature, Facts, Settings
+from qscale.cli.predicted import left_open
 from qscale.cli.subject import predicted_by, subject_of, with_measured
 from qscale.errors import QscaleError
 
@@ -128,15 +129,16 @@ def _by_law(
     from qscale.predict import outside  # noqa: PLC0415
 
     fitted = subject.fitted
+    print_origin(fitted, subject.chosen)
     accepted = in_unit_of(fitted.target, nats, subject.known.get("loss_fp"))
     frame = with_stored_bits(fitted, subject.known, subject.settings)
     told, frame, rows = with_measured(subject, frame, given)
     choice = fewest_bits(told, frame, accepted, confidence, seed=seed)
-    print_origin(fitted, subject.chosen)
     _show(choice, nats)
     if rows is not None:
         console.print(f"Given: {len(rows)} measured row{'s' * (len(rows) > 1)} of {given}.")
-    for sentence in (*outside(fitted, _told(choice)), *fitted.notes):
+    also = left_open(fitted, subject.settings)
+    for sentence in (*also, *outside(fitted, _told(choice)), *fitted.notes):
         console.print(f"Note: {sentence}", markup=False)
     return choice
 
@@ -150,9 +152,17 @@ def _by_curvature(
     confidence: float,
 ) -> Choice:
     """Plan round-to-nearest from curvature joined with a fit, and print both."""
-    from qscale.plan.bits import fewest_bits_of  # noqa: PLC0415
+    from qscale.plan.bits import fewest_bits, fewest_bits_of, in_unit_of  # noqa: PLC0415
     from qscale.predict import outside  # noqa: PLC0415
 
+    if subject.reads_curvature:
+        rows = both.curvature_of(subject, curvature, quantizers)
+        own = predicted_by(subject, given, rows)
+        print_origin(own.fitted, subject.chosen)
+        accepted = in_unit_of(own.fitted.target, nats, subject.known.get("loss_fp"))
+        choice = fewest_bits(own.informed, own.frame, accepted, confidence)
+        _show(choice, nats)
+        return choice
     law = predicted_by(subject, given) if subject.usable else None
     if not both.of_rounding(None if law is None else law.fitted, subject.settings):
         raise QscaleError("--text is about rtn, which --method or the fit does not have.")

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from qscale.cli.console import console, number, refuse_existing, table
+from qscale.cli.described import Count
 from qscale.errors import QscaleError
 from qscale.quantize.mix import NONE, Mix
 from qscale.quantize.setting import Setting
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import pandas as pd
 
     from qscale.plan.mix import Allocation
@@ -27,7 +30,7 @@ SHOWN = 40
 def mix(
     *matrices: Path,
     bits_per_weight: float | None = None,
-    memory: float | None = None,
+    memory: Count | None = None,
     cost: Cost = "gauss_newton_delta",
     or_none: bool = False,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
@@ -83,7 +86,10 @@ def mix(
         spec: _setting(spec) for spec in frame.get("spec", pd.Series(dtype=object)).unique()
     }
     budget = _budget(frame, bits_per_weight, memory)
+    _require_measured(frame, cost, matrices)
     found = allocate(frame, budget, cost=cost, or_none=or_none)
+    if (found.choices["spec"] == NONE).all():
+        raise QscaleError("every matrix fits the budget as it is: nothing needs to be quantized.")
     made = as_mix(found.choices, settings)
     _show(found, cost)
     if output is not None:
@@ -103,6 +109,15 @@ def _budget(frame: pd.DataFrame, bits_per_weight: float | None, memory: float | 
         raise QscaleError(f"--memory must be a number above zero. Got {memory:g} instead.")
     require_numbers(frame, ["n"], "the tables of qscale sensitivity")
     return 8 * memory / float(frame.drop_duplicates("matrix")["n"].sum())
+
+
+def _require_measured(frame: pd.DataFrame, cost: Cost, paths: Sequence[Path]) -> None:
+    """Raise if the tables hold predictions alone, and a measured cost is asked for."""
+    if cost in ("kl", "delta_loss") and (cost not in frame or frame[cost].isna().all()):
+        raise QscaleError(
+            f"{', '.join(map(str, paths))}: no {cost}, which qscale sensitivity measures without "
+            "--predicted-only; measure it, or choose another --cost."
+        )
 
 
 def as_mix(choices: pd.DataFrame, settings: dict[str, Setting]) -> Mix:

@@ -12,6 +12,7 @@ from qscale.cli.console import console, number, refuse_existing, table
 from qscale.cli.facts import NOTHING, Facts, Settings
 from qscale.cli.plan_bits import print_origin, with_stored_bits
 from qscale.cli.subject import subject_of
+from qscale.errors import QscaleError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,6 +88,8 @@ def next_(
     pool = tables.read(datasets.find(candidates))
     if where is not None:
         pool = pool[matches(pool, where, candidates)]
+        if pool.empty:
+            raise QscaleError(f"no row of {candidates} is {where}.")
     tables.require(pool, fitted.columns, candidates)
     pool = pool[pool[list(fitted.columns)].notna().all(axis=1)]
     own = {c: targets[c].iloc[0] for c in _grouping(fitted) if c in targets and c not in pool}

@@ -123,7 +123,11 @@ def _of_table(name: str, where: str | None) -> pd.DataFrame:
     from qscale.plan.pareto import measured  # noqa: PLC0415
 
     frame = tables.read(datasets.find(name))
-    return measured(frame if where is None else frame[matches(frame, where, name)])
+    if where is not None:
+        frame = frame[matches(frame, where, name)]
+        if frame.empty:
+            raise QscaleError(f"no row of {name} is {where}.")
+    return measured(frame)
 
 
 def _sized(

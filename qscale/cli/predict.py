@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from qscale.cli.subject import Law, Subject
 
 _USUAL = Settings(bits="2,3,4")
+_USUAL_GROUP = 128  # where the option is not given
 
 
 def predict(
@@ -92,6 +93,13 @@ def predict(
     subject = subject_of(
         fit, checkpoint, facts, settings, given=given, of_rounding=text is not None
     )
+    if text is not None and subject.reads_curvature:
+        if observed is not None:
+            show.check_observed(subject.fitted, subject.known)
+        own = predicted_by(subject, given, both.curvature_of(subject, curvature, quantizers))
+        _show_law(own, subject, given, observed, explain)
+        _write(own.result, output)
+        return
     law = None if text is not None and not subject.usable else predicted_by(subject, given)
     by_both = text is not None and both.of_rounding(
         None if law is None else law.fitted, subject.settings
@@ -108,11 +116,18 @@ def predict(
         answers.append(law.result)
     if rows is not None and not by_both:
         answers.append(_show_joined(law, subject, rows, None))
-    if output is not None:
-        from qscale import table as tables  # noqa: PLC0415
+    _write(answers[0], output)
 
-        tables.write(answers[0], output)
-        console.print(f"Written to {output}.")
+
+def _write(result: pd.DataFrame, output: Path | None) -> None:
+    """Write predictions; with nats, whose intervals they have, a share of the loss goes unsaid."""
+    if output is None:
+        return
+    from qscale import table as tables  # noqa: PLC0415
+
+    shares = ["relative_delta"] if {"relative_delta", "delta_loss"} <= {*result.columns} else []
+    tables.write(result.drop(columns=shares), output)
+    console.print(f"Written to {output}.")
 
 
 _ONE_SETTING = "--observed belongs to one setting: give one value of --bits and others."
@@ -126,6 +141,10 @@ def _show_law(
     shown = {*subject.flags, *fitted.columns, *fitted.categories, "family"}
     facts = {column: value for column, value in subject.known.items() if column in shown}
     also = show.unused(fitted, subject.flags, ranked)
+    if not subject.reads_curvature:
+        also += show.left_open(fitted, subject.settings)
+        if subject.settings["group_size"] != [_USUAL_GROUP] and "group_size" not in fitted.columns:
+            also.append(f"group_size is given, but {fitted.name} does not use it.")
     if "bits" in law.result and "delta_loss" in law.result:
         loss = subject.known.get("loss_fp")
         also += show.guessing(law.result["bits"], law.result["delta_loss"], loss, subject.symbols)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from qscale.fit import Fit
+    from qscale.fit import Fit, Fitted
     from qscale.predict import Candidate
     from qscale.regress import Regression
 
@@ -57,7 +57,9 @@ def predictions(
     used = {*fitted.columns, *fitted.categories}
     labels = [c for c in ("method", "fmt") if c in result.columns]
     several = [c for c in labels if len(set(result[c])) > 1]
-    settings = [*(c for c in ("bits", "group_size") if c in used), *several]
+    by_setting = used if "quadratic_delta" not in used else {*used, "bits", "group_size"}
+    own = [c for c in ("bits", "group_size") if c in by_setting and c in result.columns]
+    settings = [*own, *several]
     facts = known | {c: result[c].iloc[0] for c in labels if c not in several}
     nats = "delta_loss" in result.columns
     also = nats and fitted.target != "delta_loss"
@@ -121,6 +123,14 @@ def unused(
             sentence += f" {other.name} does: {how}."
         sentences.append(sentence)
     return sorted(sentences)
+
+
+def left_open(fitted: Fitted, settings: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Say which method predicts where none is asked for."""
+    methods = fitted.data.levels.get("method", ())
+    if not methods or settings["method"] or "method" in fitted.categories:
+        return []
+    return [f"no --method is given: the fit is of {', '.join(methods)}."]
 
 
 def of_another_kind(fitted: Fit | Regression, rows: pd.DataFrame, frame: pd.DataFrame) -> list[str]:

@@ -57,6 +57,12 @@ class Subject:
         return not self.ranked or self.ranked[0].usable
 
     @property
+    def reads_curvature(self) -> bool:
+        """Whether the fit needs the prediction from curvature, and it is not given."""
+        lacks = self.known.get("quadratic_delta") is None
+        return not self.ranked and lacks and "quadratic_delta" in self.fitted.columns
+
+    @property
     def chosen(self) -> list[str]:
         """Why the fit was taken, in one sentence; empty if it was named."""
         from qscale.predict import reasons  # noqa: PLC0415
@@ -177,12 +183,25 @@ class Law:
     result: pd.DataFrame
 
 
-def predicted_by(subject: Subject, given: Path | None) -> Law:
-    """Predict a subject by its fit, after measured rows if there are any."""
+def predicted_by(subject: Subject, given: Path | None, rows: pd.DataFrame | None = None) -> Law:
+    """Predict a subject by its fit, after measured rows if there are any.
+
+    Parameters
+    ----------
+    subject
+        What is to be predicted.
+    given
+        Table of measured rows.
+    rows
+        What its curvature predicts, setting by setting, for a fit that reads it.
+    """
     from qscale.cli.predicted import in_nats  # noqa: PLC0415
     from qscale.predict import predict  # noqa: PLC0415
 
-    frame = settings_of(subject.fitted, subject.known, subject.settings)
-    informed, frame, rows = with_measured(subject, frame, given)
+    if rows is None:
+        frame = settings_of(subject.fitted, subject.known, subject.settings)
+    else:
+        frame = rows.assign(**{c: v for c, v in subject.known.items() if c not in rows.columns})
+    informed, frame, told = with_measured(subject, frame, given)
     result = in_nats(subject.fitted, predict(informed, frame))
-    return Law(subject.fitted, informed, frame, rows, result)
+    return Law(subject.fitted, informed, frame, told, result)

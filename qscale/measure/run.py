@@ -18,6 +18,7 @@ from qscale.measure.rows import subject_columns
 from qscale.measure.store import read_rows, row_key
 from qscale.measure.subject import calibration_id, calibration_windows, open_subject
 from qscale.provenance import Statement, Training, combine, training_metadata
+from qscale.quantize.save import FACTS
 from qscale.text import adds_bos
 
 if TYPE_CHECKING:
@@ -204,6 +205,11 @@ def _cautions(subject: Subject, bos: Bos) -> list[str]:
     if opened.description.gguf:
         stored = opened.description.storage
         cautions.append(f"Weights are dequantized from {stored}: what they lost is not counted.")
+    if (opened.description.folder / FACTS).is_file():
+        cautions.append(
+            f"{FACTS} says that these weights are quantized already: the loss before is theirs, "
+            "and what they lost is not counted."
+        )
     if bos == "none" and adds_bos(opened.tokenizer):
         cautions.append("The tokenizer puts a BOS token first by default, the protocol puts none.")
     if not subject.evaluation.protocol.detokenised:

@@ -206,6 +206,12 @@ def test_mix_writes_what_measure_takes(matrices, capsys) -> None:
         (("mixed.csv", "--bits-per-weight", "3"), "a table of a mix cannot be chosen from"),
         (("absent.csv", "--bits-per-weight", "3"), "no such file"),
         (("2.csv",), "either --bits-per-weight or --memory"),
+        (("2.csv", "--memory", "2GB"), "--memory must be a number"),
+        (
+            ("2.csv", "--bits-per-weight", "16", "--or-none"),
+            "every matrix fits the budget as it is",
+        ),
+        (("2.csv", "--bits-per-weight", "3", "--cost", "kl"), "2.csv: no kl, which qscale sens"),
         (("2.csv", "--memory", "1e9", "--bits-per-weight", "3"), "either --bits-per-weight or"),
         (("2.csv", "--memory", "-1"), "--memory must be a number above zero. Got -1"),
     ],
@@ -273,6 +279,15 @@ def test_pareto_of_measured_rows(data, capsys) -> None:
         (("fit.json", "--memory", "1e9", "--tokens-per-param", "-1"), "must be above zero"),
         (("fit.json", "--n-params", "1e9", "--tokens", "1e12"), "give --sizes, or --memory"),
         (("--measured", "published_ptq"), "several protocols"),
+        (
+            ("--measured", "published_ptq", "--where", "bits > 99"),
+            "no row of published_ptq is bits",
+        ),
+        (("fit.json", "--sizes", "7", "--tokens", "1e12"), "write 125e6 for 125 million"),
+        (
+            ("fit.json", "--sizes", "1e9", "--tokens", "1e12", "--draws", "0"),
+            "draws must be a whole",
+        ),
     ],
 )
 def test_a_mistake_in_pareto(data, capsys, arguments, message) -> None:
@@ -337,6 +352,7 @@ def test_next_orders_candidates(data, capsys) -> None:
         (("--candidates", "rows.csv", "--count", "1000"), "number of candidates, 72"),
         (("--candidates", "rows.csv", "--where", "bits >"), "where 'bits >'"),
         (("--candidates", "few.csv"), "no column 'tokens'"),
+        (("--candidates", "rows.csv", "--where", "bits > 99"), "no row of rows.csv is bits > 99"),
     ],
 )
 def test_a_mistake_in_next(data, capsys, arguments, message) -> None:

@@ -92,11 +92,12 @@ def test_a_loss_before_quantization_turns_shares_into_nats(capsys, tmp_path) -> 
     path = tmp_path / "out.csv"
     out = run(capsys, *asked, "--loss-fp", "2.5", "-o", str(path))
     found = table.read(path).iloc[0]
-    assert found["delta_loss"] == pytest.approx(2.5 * found["relative_delta"])
+    assert "relative_delta" not in found.index  # its intervals would be those of delta_loss
     assert "--observed is in nats per token" in mistake(capsys, *asked, "--observed", "0.1")
     assert "90 % interval, delta_loss" in out
     share = predict(find("learning_rate_gptq_lr_anneal"), table.read(path))
     np.testing.assert_allclose(found["high_90"], 2.5 * share["high_90"][0])
+    np.testing.assert_allclose(found["delta_loss"], 2.5 * share["relative_delta"][0])
     assert f"to {found['high_90']:.3g}" in out
     nats = found["high_90"] * 1.5
     out = run(capsys, *asked, "--loss-fp", "2.5", "--observed", str(nats))
@@ -146,6 +147,7 @@ def test_predicting_from_a_description_or_a_folder_loads_no_torch() -> None:
         (("--n-params", "1e9"), "needs tokens .*give --tokens"),
         (("--n-params", "1e9", "--set", "delta_loss=1"), "this is what the fit predicts"),
         ((*BIG, "--text", TEXT), "--text needs a checkpoint"),
+        ((*BIG, "--probes", "3"), "--context and --probes are about --text"),
         (("no_such_fit", *BIG), "nor a shipped fit"),
         ((TINY, "--text", TEXT, "--bits", "9"), "from 2 to 8"),
         ((TINY, "--text", "absent.txt"), "--text absent.txt: no such text file"),
@@ -282,3 +284,29 @@ def test_curvature_stands_alone_beside_a_fit_of_another_method_and_without_one(
     assert "No shipped fit can be used:" in out
     assert "needs tokens" in out
     assert "100 %" in out
+
+
+def test_a_fit_that_reads_curvature_gets_it_from_the_text(capsys, tmp_path) -> None:
+    pytest.importorskip("torch")
+    path = tmp_path / "out.csv"
+    asked = ("zero_fit_3_4_bits", TINY, "--text", TEXT, "--bits", "3,4", *QUICK)
+    out = run(capsys, *asked, "-o", str(path))
+    found = table.read(path)
+    assert found["bits"].tolist() == [3.0, 4.0]
+    fitted = find("zero_fit_3_4_bits")
+    expected = fitted.values["c"] * found["quadratic_delta"]
+    np.testing.assert_allclose(found["delta_loss"], expected)
+    assert "joined" not in out  # it is curvature already
+    out = run(capsys, *asked[:-5], "3", *QUICK, "--observed", str(2 * found["high_90"].iloc[0]))
+    assert "above the predicted band" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--n-params", "13e9", "--tokens", "2e12"), "no --method is given: the fit is of gptq."),
+        ((*BIG, "--group-size", "32,64"), "group_size is given, but kumar does not use it."),
+    ],
+)
+def test_what_was_left_open_or_makes_no_difference_is_said(capsys, options, sentence) -> None:
+    assert sentence in run(capsys, *options)
