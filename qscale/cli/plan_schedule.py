@@ -83,6 +83,7 @@ def schedule(
     fitted = require_law(subject.fitted, "the fit")
     rows = with_stored_bits(fitted, subject.known, subject.settings)
     found = alternatives(fitted, rows, changes, count=draws, seed=seed)
+    _check_rates(found)
     print_origin(fitted, subject.chosen)
     _show(fitted, found)
     if output is not None:
@@ -104,6 +105,19 @@ def _change(text: str) -> dict[str, float]:
             raise QscaleError(f"--try {name}: must be a number. Got {value!r} instead.") from None
     tables.check(pd.DataFrame([found]), f"--try {text}")
     return found
+
+
+def _check_rates(found: pd.DataFrame) -> None:
+    """Raise naming the first alternative whose learning rate is above its peak."""
+    if not {"lr", "lr_peak"} <= {*found.columns}:
+        return
+    above = found[found["lr"] > found["lr_peak"] * (1 + 1e-9)]
+    if len(above):
+        row = above.iloc[0]
+        raise QscaleError(
+            f"--try {row['schedule']}: lr must be at most lr_peak. Got {row['lr']:g} above "
+            f"{row['lr_peak']:g} instead."
+        )
 
 
 def _show(fitted: Fit, found: pd.DataFrame) -> None:

@@ -148,6 +148,19 @@ def test_a_fit_is_chosen_that_reads_what_is_asked(data, capsys, arguments, chose
     assert chosen in " ".join(run(capsys, *arguments).split())
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("lr=1e-3", "--try lr=0.001: lr must be at most lr_peak. Got 0.001 above 0.0003"),
+        ("tokens=1e18", "--try tokens=1e18: row 1, column 'tokens' must be between"),
+        ("lr_peak=0", "column 'lr_peak' must be between"),
+    ],
+)
+def test_schedule_refuses_what_no_run_has(data, capsys, change, message) -> None:
+    asked = ("schedule", *KNOWN, "--lr-peak", "3e-4", "--lr", "0", "--try", change)
+    assert message in mistake(capsys, *asked)
+
+
 def test_schedule_says_that_no_shipped_fit_reads_what_is_tried(data, capsys) -> None:
     asked = ("schedule", *KNOWN, "--try", "weight_decay=0.01")
     assert "no shipped fit reads weight_decay" in mistake(capsys, *asked)

@@ -165,11 +165,43 @@ def test_a_runaway_parameter_is_reported_as_a_bound_hit() -> None:
         (lambda t: t, {"fixed": {"beta": 99.0}}, FitError, "must be held between -30 and 30"),
         (lambda t: t, {"cluster": "batch"}, TableError, "no column 'batch' to cluster by"),
         (lambda t: t, {"offset": ["source"]}, TableError, "no column 'source'"),
+        (lambda t: pd.concat([t, t[["bits"]]], axis=1), {}, TableError, "'bits' appears twice"),
+        (
+            lambda t: t.astype({"bits": "category"}),
+            {},
+            TableError,
+            "'bits' must hold plain numbers",
+        ),
+        (lambda t: t.assign(bits=True), {}, TableError, "'bits' must hold numbers. Got true"),
+        (
+            lambda t: t.astype({"delta_loss": complex}),
+            {},
+            TableError,
+            "'delta_loss' must hold plain",
+        ),
+        (
+            lambda t: t,
+            {"likelihood": "gaussian", "huber_delta": 1.0},
+            FitError,
+            "huber_delta is abo",
+        ),
     ],
 )
 def test_bad_input_is_named(change, options, error, message) -> None:
     with pytest.raises(error, match=message):
         fit(change(simulate()), get("ouyang"), **options)
+
+
+def test_an_offset_of_one_level_is_left_out_and_said() -> None:
+    found = fit(simulate().assign(source="one"), get("ouyang"), offset=["source"], n_boot=0)
+    assert "No offset of source: it is one in every row." in found.search.notes
+    assert not found.categories
+
+
+def test_predictions_keep_the_index_of_what_is_predicted() -> None:
+    found = fit(simulate(), get("ouyang"), interval="model")
+    rows = simulate(runs=2).set_index("run", drop=False)
+    pd.testing.assert_index_equal(found.predict(rows).index, rows.index)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', '{"format": 99}'])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -169,6 +170,21 @@ def test_metadata_takes_precedence_over_the_sidecar(trained_llama, text_file, tm
     pd.testing.assert_frame_equal(table.read(tmp_path / "rows.parquet"), found)
 
 
+def test_weights_that_are_quantized_already_are_said_to_be(trained_llama, text_file, tmp_path):
+    shutil.copytree(trained_llama, tmp_path / "folder")
+    said = []
+    for name in ("plain.csv", "again.csv"):
+        go(
+            tmp_path / "folder",
+            text_file,
+            tmp_path / name,
+            settings=SETTINGS[:1],
+            on_note=said.append,
+        )
+        (tmp_path / "folder" / "qscale_quantization.json").write_text("{}")
+    assert sum("these weights are quantized already" in sentence for sentence in said) == 1
+
+
 def test_only_missing_rows_are_measured_and_curvature_is_not_repeated(
     trained_llama, text_file, tmp_path, monkeypatch
 ):
@@ -276,6 +292,10 @@ def test_groups_that_do_not_divide_rows_are_recorded(trained_llama, text_file, t
         ({"seed": -1}, "seed must be at least 0"),
         ({"metadata": {"tokens": 3}}, "metadata: 'tokens' must be between"),
         ({"metadata": {"speed": 3}}, "metadata: unknown key 'speed'"),
+        (
+            {"metadata": {"lr": 0.5, "lr_peak": 0.1}},
+            "lr must be at most lr_peak. Got 0.5 by options",
+        ),
     ],
 )
 def test_mistakes_write_nothing(trained_llama, text_file, tmp_path, changes, error):
