@@ -107,3 +107,23 @@ def test_text_in_a_column_of_ones_own_is_named() -> None:
     made = law.fit(table, interval="model")
     with pytest.raises(TableError, match="column 'seen' must hold numbers"):
         made.predict(pd.DataFrame({"seen": ["many"]}))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda f: f.quantiles(ROW, [0.5, 1.5]), "probabilities must be a list of numbers between"),
+        (lambda f: f.quantiles(ROW, 0.5), "probabilities must be a list"),
+        (lambda f: f.quantiles(ROW, ["half"]), "probabilities must be a list"),
+        (lambda f: f.quantiles(ROW, [0.5], "median"), "kind must be one of mean, new_checkpoint"),
+        (lambda f: f.surprise(ROW), "measured rows: no column 'delta_loss'"),
+        (lambda f: f.given(ROW.assign(delta_loss="a")), "'delta_loss' must hold numbers"),
+        (
+            lambda f: f.given(ROW.assign(delta_loss=0.1, delta_loss_se=-1.0)),
+            "row 1, delta_loss_se must be zero or more",
+        ),
+    ],
+)
+def test_what_a_fit_cannot_be_asked(fitted, call, message) -> None:
+    with pytest.raises(QscaleError, match=message):
+        call(fitted)

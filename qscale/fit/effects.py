@@ -17,7 +17,7 @@ from qscale.fit.grouping import Term, design
 from qscale.fit.mixed import satterthwaite
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import pandas as pd
 
@@ -258,6 +258,21 @@ class Offset:
     def text(self) -> str:
         """Name of its term."""
         return f"offset {self.column}"
+
+
+def offset_of(column: str, levels: tuple[str, ...], values: Mapping[str, float]) -> Offset:
+    """Return what the fitted levels of an offset say of others.
+
+    Parameters
+    ----------
+    column, levels
+        Of the offset, two levels or more; the last one's log multiplier balances the others.
+    values
+        The law's parameters by name.
+    """
+    logs = [values[f"{column}[{level}]"] for level in levels[:-1]]
+    spread, count = float(np.var([*logs, -sum(logs)], ddof=1)), len(levels)
+    return Offset(column, levels, spread * (1 + 1 / count), count - 1)
 
 
 def with_offsets(effects: Effects, offsets: Sequence[Offset]) -> Effects:

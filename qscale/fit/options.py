@@ -68,6 +68,27 @@ def check_level(level: object, name: str = "level") -> None:
         raise FitError(f"{name} must be between 0 and 1. Got {level!r} instead.")
 
 
+def checked_probabilities(probabilities: object, kind: object) -> np.ndarray:
+    """Return probabilities as an array, each between 0 and 1, and check the kind of prediction.
+
+    Raises
+    ------
+    FitError
+        Naming what is wrong.
+    """
+    check_choice("kind", kind, ("mean", "new_checkpoint"))
+    try:
+        found = np.asarray(probabilities, dtype=float)
+    except (TypeError, ValueError):
+        found = np.array([np.nan])
+    if found.ndim != 1 or not ((found > 0) & (found < 1)).all():
+        raise FitError(
+            "probabilities must be a list of numbers between 0 and 1. "
+            f"Got {probabilities!r} instead."
+        )
+    return found
+
+
 def check_frame(frame: object, name: str) -> None:
     """Raise a `TableError` unless a table is a frame."""
     if not isinstance(frame, pd.DataFrame):

@@ -21,15 +21,16 @@ from qscale.fit.effects import (
     Predictive,
     condition,
     mean_variance,
+    offset_of,
     predictive,
     shortened,
     with_offsets,
 )
 from qscale.fit.face import Results
-from qscale.fit.options import check_level
+from qscale.fit.options import check_level, checked_probabilities
 from qscale.fit.summary import Summary, summarize
 from qscale.laws import Law, Published, columns_of, published
-from qscale.table import require
+from qscale.table import require, require_numbers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -222,7 +223,15 @@ class Fit(Results):
 
         Those of a bootstrap fit come from its refits, all others from Student's t. For a new
         checkpoint, unseen levels of an offset add the spread of the known ones.
+
+        Raises
+        ------
+        TableError
+            If a column is missing or null.
+        FitError
+            If the kind is not one, or a probability is not between 0 and 1.
         """
+        probabilities = checked_probabilities(probabilities, kind)
         frame = self.completed(frame)
         found = self.predictive(frame, kind)
         if self.interval == "bootstrap":
@@ -243,7 +252,7 @@ class Fit(Results):
             One entry: the mean of observed minus predicted on the link's scale, the standard
             deviation that the fit expects of it, and the degrees of freedom of their ratio.
         """
-        rows = self.completed(rows)
+        rows = self._measured(rows, "measured rows")
         found = mean_variance(self.all_effects, self._gradient(rows), rows)
         observed = self.law.linked(rows[self.target].to_numpy(dtype=float))
         error = float((observed - self.predictive(rows).mean).mean())
@@ -274,8 +283,7 @@ class Fit(Results):
                 "the fit has no random effects to update with measured rows; fit again with random "
                 "effects of run on a table where runs have several rows."
             )
-        rows = self.completed(rows)
-        require(rows, [self.law.target], "given rows")
+        rows = self._measured(rows, "given rows")
         linked = self.law.linked(rows[self.law.target].to_numpy(dtype=float))
         if not np.isfinite(linked).all():
             row = int(np.flatnonzero(~np.isfinite(linked))[0]) + 1
@@ -283,7 +291,11 @@ class Fit(Results):
         x = self._gradient(rows)
         noise = np.zeros(len(rows))
         if self.law.target == "delta_loss" and "delta_loss_se" in rows.columns:
-            noise = (rows["delta_loss_se"].fillna(0.0) / rows["delta_loss"]).to_numpy() ** 2
+            errors = rows["delta_loss_se"].fillna(0.0)
+            if (errors < 0).any():
+                row = int((errors < 0).to_numpy().argmax()) + 1
+                raise FitError(f"given rows: row {row}, delta_loss_se must be zero or more.")
+            noise = (errors / rows["delta_loss"]).to_numpy() ** 2
         surprise = linked - self._location(rows, self.theta[None])[0]
         theta, effects = condition(self.all_effects, self.theta, x, rows, surprise, noise)
         low, high = np.array([p.bounds for p in self.law.parameters]).T
@@ -306,18 +318,17 @@ class Fit(Results):
         gradient = self.law.gradient(self.theta[None], columns_of(self.law, frame))[0]
         return np.broadcast_to(gradient, (len(frame), len(self.theta)))
 
+    def _measured(self, frame: pd.DataFrame, name: str) -> pd.DataFrame:
+        """Return completed rows whose target is measured."""
+        rows = self.completed(frame)
+        require_numbers(rows, [self.target], name)
+        return rows
+
     @property
     def offsets(self) -> tuple[Offset, ...]:
         """Offsets of the law, with the variance of a level that was not fitted."""
-        found = []
-        for factor in self.law.factors:
-            if factor.kind == "offset" and len(factor.options["levels"]) > 1:
-                column, levels = factor.options["column"], tuple(factor.options["levels"])
-                logs = [self.values[f"{column}[{level}]"] for level in levels[:-1]]
-                spread = float(np.var([*logs, -sum(logs)], ddof=1))
-                count = len(levels)
-                found.append(Offset(column, levels, spread * (1 + 1 / count), count - 1))
-        return tuple(found)
+        values, categories = self.values, self.categories.items()
+        return tuple(offset_of(c, levels, values) for c, levels in categories if len(levels) > 1)
 
     @property
     def all_effects(self) -> Effects:

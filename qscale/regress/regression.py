@@ -12,7 +12,7 @@ from scipy.stats import t as student
 from qscale.errors import FitError
 from qscale.fit.effects import Effects, Kind, Offset, condition, predictive, with_offsets
 from qscale.fit.face import Results
-from qscale.fit.options import check_level
+from qscale.fit.options import check_level, checked_probabilities
 from qscale.fit.summary import Summary
 from qscale.regress.inputs import check_numbers
 from qscale.regress.models import Linear, Predictor
@@ -170,6 +170,7 @@ class Regression(Results):
         them; the covariance of a linear kind enters where it is above that of the fitted rows, as
         in extrapolation; levels of a category that were not fitted add the spread of the known.
         """
+        probabilities = checked_probabilities(probabilities, kind)
         frame = self._complete(frame)
         location, between = self.main.locate(frame)
         effects, frame = self._with_categories(frame, between)
@@ -183,7 +184,7 @@ class Regression(Results):
             dof = np.full(len(frame), self._dof)
         else:
             variance, dof = found.sd**2 + beyond, found.dof
-        reach = student.ppf(np.asarray(probabilities)[:, None], dof)
+        reach = student.ppf(probabilities[:, None], dof)
         return self._unlogged(found.mean + reach * np.sqrt(variance))
 
     def given(self, rows: pd.DataFrame) -> Regression:
