@@ -211,8 +211,8 @@ def summary(result: Fit) -> None:
         console.print(f"Published: {published.source}, {published.setting}.")
     if data.clusters < FEW_CLUSTERS[result.interval] and not without:
         console.print(
-            f"Only {data.clusters} clusters: {result.interval} intervals are too narrow with so "
-            "few."
+            f"Only {data.clusters} cluster{'s' * (data.clusters > 1)}: {result.interval} intervals "
+            "are too narrow with so few."
         )
 
 
