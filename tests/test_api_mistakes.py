@@ -1,12 +1,17 @@
 """Mistakes made from Python: each is named in a sentence, none is silent."""
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from qscale.errors import FitError, QscaleError, TableError
 from qscale.laws import Law, get
 from qscale.laws.factors import constant, power
+from qscale.plan import alternatives, choose, decisions, fewest_bits_of
+from qscale.predict import combine, judge_interval
 from qscale.regress import regress
+from qscale.select import exponents_within
+from qscale.validate import Split, expanding, held_out, largest, lowest, paired, summarize
 from tests.simulations import simulate
 
 LAW = get("ouyang")
@@ -125,5 +130,73 @@ def test_text_in_a_column_of_ones_own_is_named() -> None:
     ],
 )
 def test_what_a_fit_cannot_be_asked(fitted, call, message) -> None:
+    with pytest.raises(QscaleError, match=message):
+        call(fitted)
+
+
+TABLE = simulate()
+POOL = ROW.assign(run=["a", "b"])
+NO = np.zeros(3, dtype=bool)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda _: paired([0.1, np.nan], ["a", "b"]), "differences must be finite. 1 of 2 are not"),
+        (lambda _: paired([0.1], ["a", "b"]), "must be of one length, one or more. Got 1 and 2"),
+        (lambda _: paired([0.1, 0.2], ["a", "b"], level=2), "level must be between 0 and 1. Got 2"),
+        (lambda _: paired([0.1, 0.2], ["a", "b"], n_boot=0), "n_boot must be a whole number, 1"),
+        (lambda _: summarize(TABLE), "held-out errors: no column 'split'"),
+        (lambda _: largest(TABLE, share=2), "share must be between 0 and 1. Got 2"),
+        (lambda _: lowest(TABLE, share=0), "share must be between 0 and 1. Got 0"),
+        (lambda _: expanding(TABLE, windows=1.5), "windows must be a whole number, 1 or more"),
+        (lambda _: expanding(TABLE, "epoch"), "the table has no column 'epoch'"),
+        (
+            lambda _: held_out(TABLE, None, Split("x", NO), target="delta_loss"),
+            "split x is of 3 rows, the table of 72",
+        ),
+        (
+            lambda _: held_out(TABLE, None, Split("x", NO), target="delta_loss", given_rows=-1),
+            "given_rows must be a whole number, 0 or more. Got -1",
+        ),
+        (lambda _: judge_interval(0.3, 0.2, 0.1), "low_90 must be above zero and below high_90"),
+        (lambda _: judge_interval(-0.1, 0.2, 0.1), "low_90 must be above zero"),
+        (lambda _: judge_interval(0.2, 0.2, 0.1), "low_90 must be above zero and below high_90"),
+        (
+            lambda _: combine((np.zeros(1), np.zeros(1)), (NO[:1], NO[:1] + 1.0)),
+            "above zero, or nul",
+        ),
+        (
+            lambda _: fewest_bits_of(
+                pd.DataFrame({"bits_per_weight": [3.0], "delta_loss": [0.1], "log_sd": [-1.0]}), 0.1
+            ),
+            "row 1, log_sd must be above zero",
+        ),
+        (lambda f: choose(f, POOL, ROW, 1, level=2), "level must be between 0 and 1"),
+        (lambda f: choose(f, POOL, ROW, 1, criterion="best"), "criterion must be one of target"),
+        (lambda f: choose(f, POOL, ROW, 1.5), "count must be a whole number"),
+        (lambda f: alternatives(f, ROW, [{"tokens": "many"}]), "tokens must be a number"),
+        (lambda f: alternatives(f, ROW, [{"tokens": 1e12}], level=1.5), "level must be between"),
+        (
+            lambda f: alternatives(f, ROW, [{"tokens": 1e12}], seed=-1),
+            "seed must be a whole number",
+        ),
+        (lambda f: alternatives(f, ROW, [{"tokens": 1e12}], count=0), "draws must be a whole numb"),
+        (
+            lambda _: decisions(TABLE, None, [], tolerances=[0.1], confidences=[]),
+            "confidences and choice must hold one value or more",
+        ),
+        (
+            lambda _: decisions(TABLE, None, [], tolerances=[0.1], confidences=[0.9, 9.0]),
+            "confidence must be between 0 and 1. Got 9",
+        ),
+        (
+            lambda _: decisions(TABLE.drop(columns="bits"), None, [], tolerances=[0.1]),
+            "a back-test needs column 'bits'",
+        ),
+        (lambda _: exponents_within(TABLE, "kl"), "exponents within runs: no column 'kl'"),
+    ],
+)
+def test_what_plans_and_scores_cannot_be_asked(fitted, call, message) -> None:
     with pytest.raises(QscaleError, match=message):
         call(fitted)

@@ -68,6 +68,12 @@ def check_level(level: object, name: str = "level") -> None:
         raise FitError(f"{name} must be between 0 and 1. Got {level!r} instead.")
 
 
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Raise a `FitError` unless a number is whole and not below the least."""
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
+        raise FitError(f"{name} must be a whole number, {least} or more. Got {value!r} instead.")
+
+
 def checked_probabilities(probabilities: object, kind: object) -> np.ndarray:
     """Return probabilities as an array, each between 0 and 1, and check the kind of prediction.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -74,10 +75,14 @@ def decisions(
     ------
     FitError
         If a column is missing or no row can be predicted.
+    QscaleError
+        If an option is empty or out of its range.
     """
-    for tolerance in tolerances:
-        check(tolerance, confidences[0])
-    if missing := [c for c in (target, cluster) if c not in frame.columns]:
+    if not (len(tolerances) and len(confidences) and len(choice)):
+        raise QscaleError("tolerances, confidences and choice must hold one value or more each.")
+    for tolerance, confidence in itertools.product(tolerances, confidences):
+        check(tolerance, confidence)
+    if missing := [c for c in (target, cluster, "bits") if c not in frame.columns]:
         raise FitError(f"a back-test needs column {missing[0]!r}, which the table does not have.")
     frame = frame.assign(
         bits_per_weight=stored_bits_per_weight(frame), _observed=_observed(frame, target)

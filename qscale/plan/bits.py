@@ -69,7 +69,8 @@ def fewest_bits(
     Intervals, section 2.2). Which setting is chosen depends on what is known of the checkpoint and
     never on what is measured later, so that exact quantiles keep their promise whichever setting
     is chosen; where quantiles err, those that are too low are the likelier to be chosen
-    (`qscale.plan.backtest`).
+    (`qscale.plan.backtest`). The bound of a fit with conformal intervals is the end of a central
+    one, so that errors must be as often too low as too high for its promise.
 
     Parameters
     ----------
@@ -122,7 +123,7 @@ def fewest_bits_of(predictions: pd.DataFrame, tolerance: float, confidence: floa
     Raises
     ------
     QscaleError
-        If an option is out of its range.
+        If an option is out of its range, or a median or its spread not above zero.
     TableError
         If a column is missing or null.
 
@@ -136,6 +137,10 @@ def fewest_bits_of(predictions: pd.DataFrame, tolerance: float, confidence: floa
     check(tolerance, confidence)
     require_numbers(predictions, ["bits_per_weight", "delta_loss", "log_sd"], "predictions")
     frame = predictions.reset_index(drop=True)
+    for column in ("delta_loss", "log_sd"):
+        if not (frame[column] > 0).all():
+            row = int((~(frame[column] > 0)).to_numpy().argmax()) + 1
+            raise QscaleError(f"predictions: row {row}, {column} must be above zero.")
     reach = norm.ppf(np.array([0.5, confidence, *_GRID]))[:, None] * frame["log_sd"].to_numpy(float)
     found = frame["delta_loss"].to_numpy(float) * np.exp(reach)
     return _choice(frame, "delta_loss", found, tolerance, confidence)

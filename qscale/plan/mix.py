@@ -98,6 +98,9 @@ def allocate(
         If no choice fits the budget.
     """
     rows = _candidates(table, cost, or_none)
+    if not (rows["n"] > 0).all():
+        name = rows["matrix"][~(rows["n"] > 0)].iloc[0]
+        raise QscaleError(f"matrix {name} has n at or under zero; it must count its weights.")
     if not (math.isfinite(bits_per_weight) and bits_per_weight > 0):
         raise QscaleError(f"bits_per_weight must be above zero. Got {bits_per_weight:g} instead.")
     sizes = rows.drop_duplicates("matrix")["n"].sum()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import pandas as pd
 from scipy.stats import t as student
 
 from qscale.errors import QscaleError
+from qscale.fit.options import check_choice, check_count, check_level
 from qscale.plan.joint import joint
 
 if TYPE_CHECKING:
@@ -66,10 +67,13 @@ def choose(
     Raises
     ------
     QscaleError
-        If there are fewer candidates than measurements.
+        If there are fewer candidates than measurements, or an option is not one.
     TableError
         If a column is missing.
     """
+    check_level(level)
+    check_choice("criterion", criterion, get_args(Criterion))
+    check_count("count", count, 0)
     if not 1 <= count <= len(candidates):
         raise QscaleError(
             f"count must be between 1 and the number of candidates, {len(candidates)}. Got {count} "

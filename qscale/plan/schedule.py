@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
 from qscale.errors import QscaleError
+from qscale.fit.options import check_count, check_level
 from qscale.plan.joint import draws
 
 if TYPE_CHECKING:
@@ -76,6 +78,8 @@ def alternatives(
         If a change is empty, names a column that the fit does not read, or is not above zero where
         the law takes its logarithm.
     """
+    check_level(level)
+    check_count("seed", seed, 0)
     for change in changes:
         _check(fit, change)
     names = [AS_GIVEN, *(", ".join(f"{c}={v:g}" for c, v in change.items()) for change in changes)]
@@ -120,5 +124,5 @@ def _check(fit: Fit, change: Mapping[str, float]) -> None:
                 f"{column}: law {fit.name} does not read it, so that the prediction would not "
                 f"change. It reads {', '.join(fit.columns)}."
             )
-        if not np.isfinite(value) or value < 0:
-            raise QscaleError(f"{column} must be a number, zero or more. Got {value:g} instead.")
+        if not isinstance(value, Real) or not np.isfinite(float(value)) or value < 0:
+            raise QscaleError(f"{column} must be a number, zero or more. Got {value!r} instead.")

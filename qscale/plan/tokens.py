@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from qscale.errors import QscaleError
+from qscale.fit.options import check_count, check_level
 from qscale.plan.total import check_pair, total, total_draws
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def critical_tokens(
         If a fit predicts something else, or the loss does not depend on tokens.
     """
     check_pair(loss, delta)
+    check_level(level)
+    check_count("seed", seed, 0)
     if "tokens" not in loss.columns:
         raise QscaleError(f"{loss.name}: the law of the loss does not read tokens.")
     settings = settings.reset_index(drop=True)

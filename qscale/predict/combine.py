@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import norm
 
+from qscale.errors import FitError
 from qscale.fit.shipped import load_all
 from qscale.table import require
 
@@ -148,6 +149,11 @@ def combine(
         from 0 to 1; and ``disagreement``, the difference of the two in their joint standard
         deviations, first minus second.
 
+    Raises
+    ------
+    FitError
+        If a standard deviation is not above zero.
+
     Examples
     --------
     >>> one, other = (np.log([0.1]), np.array([0.1])), (np.log([0.2]), np.array([0.3]))
@@ -156,7 +162,10 @@ def combine(
     [0.107, 0.9, -2.192]
     """
     means = np.stack([first[0], second[0]])
-    precision = np.stack([first[1], second[1]]) ** -2.0
+    deviations = np.stack([first[1], second[1]])
+    if (deviations <= 0).any():
+        raise FitError("standard deviations must be above zero, or null where there is none.")
+    precision = deviations**-2.0
     usable = np.isfinite(means) & np.isfinite(precision)
     weights = np.where(usable, precision, 0.0)
     total = weights.sum(axis=0)

@@ -145,10 +145,14 @@ def judge_interval(
     Raises
     ------
     FitError
-        If the interval or the value is not a number.
+        If the interval or the value is not a number, or the interval is not one above zero.
     """
     if not np.isfinite([low_90, high_90]).all():
         raise FitError("the prediction has no interval, so a measured value has no percentile.")
+    if not 0 < low_90 < high_90:
+        raise FitError(
+            f"low_90 must be above zero and below high_90. Got {low_90:g} and {high_90:g} instead."
+        )
     if not np.isfinite(observed):
         raise FitError(f"the measured value must be a finite number. Got {observed:g} instead.")
     share = 0.0

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from qscale.table import require
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -46,8 +48,16 @@ def exponents_within(
         One row per run, setting and part with at least four distinct values of the column:
         ``cluster``, ``part`` (constant rate, after decay, while decaying, rate not known),
         ``rows``, ``exponent`` and its least-squares standard error ``se``, which takes rows as
-        independent and is too small for that.
+        independent and is too small for that. Rows whose target or column is unknown or not above
+        zero take no part.
+
+    Raises
+    ------
+    TableError
+        If a column is missing.
     """
+    require(rows, (cluster, column, target), "exponents within runs")
+    rows = rows[(rows[column] > 0) & (rows[target] > 0)]
     keys = [cluster, *(name for name in settings if name in rows.columns)]
     rows = rows.assign(_part=_part(rows))
     found = []

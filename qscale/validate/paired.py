@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qscale.errors import FitError
+from qscale.fit.options import check_count, check_level
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -72,7 +75,22 @@ def paired(
         The test asks whether the clusters' sums are symmetric about zero, as they are when which
         model is which does not matter; it is exact for any number of clusters (Canay, Romano and
         Shaikh 2017, https://doi.org/10.3982/ECTA13081).
+
+    Raises
+    ------
+    FitError
+        If the lengths differ, a difference is not finite, or an option is out of its range.
     """
+    differences = np.asarray(differences, dtype=float)
+    if len(differences) != len(clusters) or not len(differences):
+        raise FitError(
+            f"differences and clusters must be of one length, one or more. Got {len(differences)} "
+            f"and {len(clusters)} instead."
+        )
+    if unknown := int((~np.isfinite(differences)).sum()):
+        raise FitError(f"differences must be finite. {unknown} of {len(differences)} are not.")
+    check_level(level)
+    check_count("n_boot", n_boot)
     names, codes = np.unique(np.asarray(clusters).astype(str), return_inverse=True)
     sums = np.bincount(codes, weights=differences)
     sizes = np.bincount(codes)

@@ -8,8 +8,10 @@ import numpy as np
 import pandas as pd
 
 from qscale.errors import FitError, QscaleError
+from qscale.fit.options import check_count, check_level
 from qscale.fit.rows import select
 from qscale.predict import predict
+from qscale.table import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -82,6 +84,11 @@ def held_out(
     QscaleError
         If the model cannot be fitted to the training rows.
     """
+    check_count("given_rows", given_rows, 0)
+    if len(split.test) != len(frame):
+        raise FitError(
+            f"split {split.name} is of {len(split.test)} rows, the table of {len(frame)}."
+        )
     for column in (target, cluster, *([given_by] if given_rows else [])):
         if column not in frame.columns:
             raise FitError(f"scoring needs column {column!r}, which the table does not have.")
@@ -239,7 +246,17 @@ def summarize(
     pandas.DataFrame
         One row per group in order of appearance: ``by``, ``rows``, ``clusters`` and for each of
         `SCORES` its value and ``_low``, ``_high``.
+
+    Raises
+    ------
+    FitError
+        If an option is out of its range.
+    TableError
+        If a column is missing.
     """
+    check_level(level)
+    check_count("n_boot", n_boot)
+    require(errors, (*by, "cluster", "log_error"), "held-out errors")
     found = []
     for key, group in errors.groupby(list(by), sort=False):
         weights, clusters = _resampled(group["cluster"], n_boot, np.random.default_rng(seed))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qscale.errors import FitError
+from qscale.fit.options import check_count
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,6 +64,7 @@ def largest(frame: pd.DataFrame, column: str = "n_params", share: float = 0.25) 
     FitError
         If the column has fewer than three distinct values.
     """
+    _check_share(share)
     values = _distinct(frame, column, f"holding out the largest {column}")
     cut = values[-max(1, int(share * len(values)))]
     return Split(f"{column} >= {cut:.3g}", (frame[column] >= cut).to_numpy())
@@ -78,6 +80,7 @@ def lowest(frame: pd.DataFrame, column: str = "bits", share: float = 0.25) -> Sp
     FitError
         If the column has fewer than three distinct values.
     """
+    _check_share(share)
     values = _distinct(frame, column, f"holding out the lowest {column}")
     cut = values[max(1, int(share * len(values))) - 1]
     return Split(f"{column} <= {cut:.3g}", (frame[column] <= cut).to_numpy())
@@ -96,6 +99,7 @@ def expanding(frame: pd.DataFrame, column: str = "tokens", windows: int = 4) -> 
     FitError
         If the column has fewer than three distinct values.
     """
+    check_count("windows", windows)
     values = _distinct(frame, column, f"an expanding window over {column}")
     parts = np.array_split(values, min(windows + 1, len(values)))
     column_values = frame[column].to_numpy(dtype=float, na_value=np.nan)
@@ -144,8 +148,16 @@ def parse(text: str, frame: pd.DataFrame) -> list[Split]:
     return [lowest(frame, column) if kind == "lowest" else largest(frame, column)]
 
 
+def _check_share(share: float) -> None:
+    """Raise unless a share of values lies between none and all of them."""
+    if not 0 < share < 1:
+        raise FitError(f"share must be between 0 and 1. Got {share!r} instead.")
+
+
 def _distinct(frame: pd.DataFrame, column: str, purpose: str) -> np.ndarray:
     """Return the distinct numbers of a column, at least three of them, in order."""
+    if column not in frame.columns:
+        raise FitError(f"{purpose}: the table has no column {column!r}.")
     if frame[column].dtype.kind not in "fiu":
         raise FitError(f"{purpose} needs numbers; column {column!r} holds text.")
     values = np.unique(frame[column].dropna().to_numpy(dtype=float))
