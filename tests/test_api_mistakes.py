@@ -5,10 +5,10 @@ import pandas as pd
 import pytest
 
 from qscale.errors import FitError, QscaleError, TableError
-from qscale.laws import Law, get
+from qscale.laws import Law, columns_of, from_spec, get
 from qscale.laws.factors import constant, power
 from qscale.plan import alternatives, choose, decisions, fewest_bits_of
-from qscale.predict import combine, judge_interval
+from qscale.predict import candidates, combine, judge_interval
 from qscale.regress import regress
 from qscale.select import exponents_within
 from qscale.validate import Split, expanding, held_out, largest, lowest, paired, summarize
@@ -194,6 +194,11 @@ NO = np.zeros(3, dtype=bool)
             lambda _: decisions(TABLE.drop(columns="bits"), None, [], tolerances=[0.1]),
             "a back-test needs column 'bits'",
         ),
+        (lambda _: get(None), "a law's name must be a text"),
+        (lambda _: from_spec({}), "a law's spec must be a dict with name, target, factors"),
+        (lambda _: columns_of(LAW, ROW.drop(columns="bits")), "needs column 'bits'"),
+        (lambda _: candidates({"n_parms": 1e9}), "'n_parms' is no column.*'n_params'"),
+        (lambda _: candidates({"n_params": "big"}), "n_params must be a number. Got 'big'"),
         (lambda _: exponents_within(TABLE, "kl"), "exponents within runs: no column 'kl'"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,8 +14,6 @@ from qscale.laws import compose
 from qscale.laws.factors import upright
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import pandas as pd
 
     from qscale.laws.factors import Array, Factor, Parameter
@@ -189,7 +188,15 @@ class Law:
 
 
 def columns_of(law: Law, frame: pd.DataFrame) -> dict[str, Array]:
-    """Return the law's columns as arrays of shape (n,)."""
+    """Return the law's columns as arrays of shape (n,).
+
+    Raises
+    ------
+    FitError
+        If a column is missing.
+    """
+    if missing := [name for name in law.columns if name not in frame]:
+        raise FitError(f"law {law.name!r} needs column {missing[0]!r}, which is not there.")
     return {name: frame[name].to_numpy() for name in law.columns}
 
 
@@ -199,8 +206,11 @@ def from_spec(spec: Mapping[str, Any]) -> Law:
     Raises
     ------
     FitError
-        If a factor's kind is not known.
+        If it is no such mapping, or a factor's kind is not known.
     """
+    wanted = ("name", "target", "factors")
+    if not isinstance(spec, Mapping) or any(key not in spec for key in wanted):
+        raise FitError(f"a law's spec must be a dict with {', '.join(wanted)}. Got {spec!r}.")
     factors = [compose.from_spec(entry, f"law {spec['name']!r}") for entry in spec["factors"]]
     return Law(
         spec["name"],

@@ -244,13 +244,15 @@ def get(name: str, target: str | None = None) -> Law:
     Raises
     ------
     FitError
-        If there is no law of that name.
+        If there is no law of that name, or it is no text.
 
     Examples
     --------
     >>> get("ouyang").formula
     'ΔL = k · D^β · N^-α · P^-γ'
     """
+    if not isinstance(name, str):
+        raise FitError(f"a law's name must be a text, such as 'kumar'. Got {name!r} instead.")
     if name not in LAWS:
         raise FitError(
             f"no law named {name!r}. Laws are: {', '.join(LAWS)}.{did_you_mean(name, LAWS)}"

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from qscale.columns import COLUMNS
+from qscale.errors import FitError, did_you_mean
 from qscale.fit.shipped import load_all
 
 if TYPE_CHECKING:
@@ -101,15 +103,31 @@ def candidates(
     -------
     tuple of Candidate
         Those that predict what quantization costs, the best first.
+
+    Raises
+    ------
+    FitError
+        If a name is no column, or a number is a text.
     """
+    fits = load_all() if fits is None else fits
+    _check(known, fits)
     listed = {column: _listed(values) for column, values in known.items()}
     listed = {column: values for column, values in listed.items() if values}
-    found = [
-        _covering(name, fit, listed)
-        for name, fit in (load_all() if fits is None else fits).items()
-        if fit.target in TARGETS
-    ]
+    found = [_covering(name, fit, listed) for name, fit in fits.items() if fit.target in TARGETS]
     return tuple(sorted(found, key=lambda candidate: (candidate.rank, candidate.name)))
+
+
+def _check(known: Mapping[str, Any], fits: Mapping[str, Fit]) -> None:
+    """Raise naming what no table or fit has, and texts where there must be numbers."""
+    own = {column for fit in fits.values() for column in (*fit.columns, *fit.categories)}
+    for name, values in known.items():
+        if name not in COLUMNS and name not in own:
+            raise FitError(
+                f"{name!r} is no column of a measurement table.{did_you_mean(name, COLUMNS)}"
+            )
+        texts = [value for value in _listed(values) if isinstance(value, str)]
+        if texts and name in COLUMNS and COLUMNS[name].kind == "number":
+            raise FitError(f"{name} must be a number. Got {texts[0]!r} instead.")
 
 
 def reasons(ranked: Sequence[Candidate]) -> list[str]:
