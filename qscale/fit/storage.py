@@ -37,6 +37,7 @@ def load(path: str | Path) -> Fit:
             f"{path}: format {version} is not known to this version of qscale; fit again."
         )
     try:
+        _ = [content["law"][key] for key in ("name", "target", "factors")]
         fit = _rebuild(content)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise FitError(f"{path}: the fit in it is damaged ({error}); fit again.") from error

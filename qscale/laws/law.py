@@ -209,8 +209,12 @@ def from_spec(spec: Mapping[str, Any]) -> Law:
         If it is no such mapping, or a factor's kind is not known.
     """
     wanted = ("name", "target", "factors")
-    if not isinstance(spec, Mapping) or any(key not in spec for key in wanted):
-        raise FitError(f"a law's spec must be a dict with {', '.join(wanted)}. Got {spec!r}.")
+    if not isinstance(spec, Mapping):
+        raise FitError(f"a law's spec must be a dict. Got {type(spec).__name__} instead.")
+    if missing := [key for key in wanted if key not in spec]:
+        raise FitError(
+            f"a law's spec must be a dict with {', '.join(wanted)}; {missing[0]} is not in."
+        )
     factors = [compose.from_spec(entry, f"law {spec['name']!r}") for entry in spec["factors"]]
     return Law(
         spec["name"],
