@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from qscale.cli.console import console, number, span, table
 from qscale.cli.predicted import guessing, print_plain, widths
+from qscale.errors import QscaleError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,15 +24,10 @@ if TYPE_CHECKING:
 _APART = 2.0  # joint standard deviations
 
 
-def curvature_of(
-    subject: Subject, how: Curvature, settings: Sequence[Setting]
-) -> pd.DataFrame | None:
-    """Predict round-to-nearest from curvature times noise, nothing fitted; see `zero_fit`.
-
-    None if no text was given.
-    """
+def curvature_of(subject: Subject, how: Curvature, settings: Sequence[Setting]) -> pd.DataFrame:
+    """Predict round-to-nearest from curvature times noise, nothing fitted; see `zero_fit`."""
     if how.text is None or subject.checkpoint is None:
-        return None
+        raise QscaleError("curvature is taken of a checkpoint on a text: give --text.")
     from qscale.measure.zerofit import zero_fit  # noqa: PLC0415
 
     found = zero_fit(

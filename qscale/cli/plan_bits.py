@@ -12,8 +12,8 @@ from qscale.cli import joined as both
 from qscale.cli.console import Seed, console, number, refuse_existing, table
 from qscale.cli.described import settings_of
 from qscale.cli.facts import COMMON, NO_CURVATURE, NOTHING, Curvature, Facts, Settings
-from qscale.cli.predicted import left_open
-from qscale.cli.subject import predicted_by, subject_of, with_measured
+from qscale.cli.predicted import left_open, origin
+from qscale.cli.subject import predicted_by, subject_of, with_facts, with_measured
 from qscale.errors import QscaleError
 
 if TYPE_CHECKING:
@@ -96,12 +96,15 @@ def bits(
     nats = _nats(tolerance, ppl_ratio)
     check(nats, confidence)
     quantizers = curvature.quantizers((fit, checkpoint), settings)
-    of_rounding = curvature.text is not None
+    by_text = curvature.text is not None
     subject = subject_of(
-        fit, checkpoint, facts, settings, given=given, of_rounding=of_rounding, reading=("bits",)
+        fit, checkpoint, facts, settings, given=given, of_rounding=by_text, reading=("bits",)
     )
-    if of_rounding:
-        choice = _by_curvature(subject, curvature, quantizers, given, nats, confidence)
+    if by_text and subject.reads_curvature:
+        rows = both.curvature_of(subject, curvature, quantizers)
+        choice = _by_law(subject, given, nats, confidence, seed, rows)
+    elif by_text:
+        choice = _by_both(subject, curvature, quantizers, given, nats, confidence)
     else:
         _require_in_nats(subject.fitted, ppl_ratio)
         choice = _by_law(subject, given, nats, confidence, seed)
@@ -122,28 +125,37 @@ def _require_in_nats(fitted: Fitted, ppl_ratio: float | None) -> None:
 
 
 def _by_law(
-    subject: Subject, given: Path | None, nats: float, confidence: float, seed: int
+    subject: Subject,
+    given: Path | None,
+    nats: float,
+    confidence: float,
+    seed: int,
+    rows: pd.DataFrame | None = None,
 ) -> Choice:
-    """Plan from a fit, and print it."""
+    """Plan from a fit, and print it; ``rows`` hold the curvature that it may read."""
     from qscale.plan.bits import fewest_bits, in_unit_of  # noqa: PLC0415
     from qscale.predict import outside  # noqa: PLC0415
 
     fitted = subject.fitted
-    print_origin(fitted, subject.chosen)
+    origin(fitted, subject.chosen)
     accepted = in_unit_of(fitted.target, nats, subject.known.get("loss_fp"))
-    frame = with_stored_bits(fitted, subject.known, subject.settings)
-    told, frame, rows = with_measured(subject, frame, given)
+    if rows is None:
+        frame = with_stored_bits(fitted, subject.known, subject.settings)
+    else:
+        frame = with_facts(subject, rows)
+    told, frame, measured = with_measured(subject, frame, given)
     choice = fewest_bits(told, frame, accepted, confidence, seed=seed)
     _show(choice, nats)
-    if rows is not None:
-        console.print(f"Given: {len(rows)} measured row{'s' * (len(rows) > 1)} of {given}.")
-    also = left_open(fitted, subject.settings)
+    if measured is not None:
+        count = len(measured)
+        console.print(f"Given: {count} measured row{'s' * (count > 1)} of {given}.")
+    also = [] if rows is not None else left_open(fitted, subject.settings)
     for sentence in (*also, *outside(fitted, _told(choice)), *fitted.notes):
         console.print(f"Note: {sentence}", markup=False)
     return choice
 
 
-def _by_curvature(
+def _by_both(
     subject: Subject,
     curvature: Curvature,
     quantizers: Sequence[Setting],
@@ -152,25 +164,15 @@ def _by_curvature(
     confidence: float,
 ) -> Choice:
     """Plan round-to-nearest from curvature joined with a fit, and print both."""
-    from qscale.plan.bits import fewest_bits, fewest_bits_of, in_unit_of  # noqa: PLC0415
+    from qscale.plan.bits import fewest_bits_of  # noqa: PLC0415
     from qscale.predict import outside  # noqa: PLC0415
 
-    if subject.reads_curvature:
-        rows = both.curvature_of(subject, curvature, quantizers)
-        own = predicted_by(subject, given, rows)
-        print_origin(own.fitted, subject.chosen)
-        accepted = in_unit_of(own.fitted.target, nats, subject.known.get("loss_fp"))
-        choice = fewest_bits(own.informed, own.frame, accepted, confidence)
-        _show(choice, nats)
-        return choice
     law = predicted_by(subject, given) if subject.usable else None
     if not both.of_rounding(None if law is None else law.fitted, subject.settings):
         raise QscaleError("--text is about rtn, which --method or the fit does not have.")
     rows = both.curvature_of(subject, curvature, quantizers)
-    if rows is None:
-        raise QscaleError("--text needs a checkpoint folder whose curvature to take.")
     if law is not None:
-        print_origin(law.fitted, subject.chosen)
+        origin(law.fitted, subject.chosen)
     informed = None if law is None else law.informed
     found, notes = both.joined(informed, subject, rows)
     both.show(found, notes, "law" if informed is None else informed.name)
@@ -183,14 +185,6 @@ def _by_curvature(
     choice = fewest_bits_of(offered, nats, confidence)
     _show(choice, nats)
     return choice
-
-
-def print_origin(fitted: Fitted, chosen: Sequence[str]) -> None:
-    """Print what predicts, and why it was chosen if it was not named."""
-    data = fitted.data
-    console.print(f"\n{fitted.name} fitted on {data.rows} rows of {data.name}.", markup=False)
-    for sentence in chosen:
-        console.print(f"Chosen: {sentence}", markup=False)
 
 
 def with_stored_bits(

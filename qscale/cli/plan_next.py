@@ -10,7 +10,8 @@ from cyclopts import Parameter
 
 from qscale.cli.console import console, number, refuse_existing, table
 from qscale.cli.facts import NOTHING, Facts, Settings
-from qscale.cli.plan_bits import print_origin, with_stored_bits
+from qscale.cli.plan_bits import with_stored_bits
+from qscale.cli.predicted import origin
 from qscale.cli.subject import subject_of
 from qscale.errors import QscaleError
 
@@ -94,7 +95,7 @@ def next_(
     pool = pool[pool[list(fitted.columns)].notna().all(axis=1)]
     own = {c: targets[c].iloc[0] for c in _grouping(fitted) if c in targets and c not in pool}
     found = choose(fitted, pool.assign(**own), targets, count, criterion=criterion)
-    print_origin(fitted, subject.chosen)
+    origin(fitted, subject.chosen)
     _show(fitted, found, targets, len(pool))
     if output is not None:
         tables.write(found, output)

@@ -11,8 +11,9 @@ from cyclopts import Parameter
 
 from qscale.cli.console import Seed, console, number, numbers, refuse_existing, table
 from qscale.cli.facts import COMMON, NOTHING, Facts, Settings
-from qscale.cli.plan_bits import print_origin, with_stored_bits
+from qscale.cli.plan_bits import with_stored_bits
 from qscale.cli.plan_tokens import LOSS, SETTING
+from qscale.cli.predicted import origin
 from qscale.cli.subject import subject_of
 from qscale.errors import QscaleError
 
@@ -107,7 +108,7 @@ def pareto(
         delta = require_law(subject.fitted, "the fit of the increase")
         frame = _points(delta, subject, sizes, budgets, tokens_per_param)
         found = predicted(base, delta, frame, count=draws, seed=seed)
-        print_origin(delta, subject.chosen)
+        origin(delta, subject.chosen)
         _show(found, budgets)
         _notes(base, delta, found)
     if output is not None:

@@ -9,8 +9,9 @@ from cyclopts import Parameter
 
 from qscale.cli.console import Seed, console, number, pairs, refuse_existing, span, table
 from qscale.cli.facts import NOTHING, Facts, Settings
-from qscale.cli.plan_bits import print_origin, with_stored_bits
+from qscale.cli.plan_bits import with_stored_bits
 from qscale.cli.plan_tokens import SETTING
+from qscale.cli.predicted import origin
 from qscale.cli.subject import subject_of
 from qscale.errors import QscaleError
 
@@ -84,7 +85,7 @@ def schedule(
     rows = with_stored_bits(fitted, subject.known, subject.settings)
     found = alternatives(fitted, rows, changes, count=draws, seed=seed)
     _check_rates(found)
-    print_origin(fitted, subject.chosen)
+    origin(fitted, subject.chosen)
     _show(fitted, found)
     if output is not None:
         tables.write(found, output)

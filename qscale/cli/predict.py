@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from qscale.cli.subject import Law, Subject
 
 _USUAL = Settings(bits="2,3,4")
-_USUAL_GROUP = 128  # where the option is not given
 
 
 def predict(
@@ -106,7 +105,7 @@ def predict(
     )
     if observed is not None:
         _check_observed(law, subject, by_both)
-    rows = both.curvature_of(subject, curvature, quantizers)
+    rows = None if text is None else both.curvature_of(subject, curvature, quantizers)
     # The answer comes first, its parts after it.
     answers = []
     if rows is not None and by_both:
@@ -143,7 +142,8 @@ def _show_law(
     also = show.unused(fitted, subject.flags, ranked)
     if not subject.reads_curvature:
         also += show.left_open(fitted, subject.settings)
-        if subject.settings["group_size"] != [_USUAL_GROUP] and "group_size" not in fitted.columns:
+        given_size = subject.settings["group_size"] != _USUAL.values()["group_size"]
+        if given_size and "group_size" not in fitted.columns:
             also.append(f"group_size is given, but {fitted.name} does not use it.")
     if "bits" in law.result and "delta_loss" in law.result:
         loss = subject.known.get("loss_fp")

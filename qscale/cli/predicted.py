@@ -125,6 +125,14 @@ def unused(
     return sorted(sentences)
 
 
+def origin(fitted: Fitted, chosen: Sequence[str]) -> None:
+    """Print what predicts, and why it was chosen if it was not named."""
+    data = fitted.data
+    print_plain(f"\n{fitted.name} fitted on {data.rows} rows of {data.name}.")
+    for sentence in chosen:
+        print_plain(f"Chosen: {sentence}")
+
+
 def left_open(fitted: Fitted, settings: Mapping[str, Sequence[Any]]) -> list[str]:
     """Say which method predicts where none is asked for."""
     methods = fitted.data.levels.get("method", ())

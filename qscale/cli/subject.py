@@ -160,6 +160,11 @@ def with_measured(
     return subject.fitted.given(rows), frame, rows
 
 
+def with_facts(subject: Subject, rows: pd.DataFrame) -> pd.DataFrame:
+    """Add what is known of the checkpoint to what its curvature predicts, setting by setting."""
+    return rows.assign(**{c: v for c, v in subject.known.items() if c not in rows.columns})
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Law:
     """Predictions of a fit.
@@ -201,7 +206,7 @@ def predicted_by(subject: Subject, given: Path | None, rows: pd.DataFrame | None
     if rows is None:
         frame = settings_of(subject.fitted, subject.known, subject.settings)
     else:
-        frame = rows.assign(**{c: v for c, v in subject.known.items() if c not in rows.columns})
+        frame = with_facts(subject, rows)
     informed, frame, told = with_measured(subject, frame, given)
     result = in_nats(subject.fitted, predict(informed, frame))
     return Law(subject.fitted, informed, frame, told, result)

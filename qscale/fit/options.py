@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import pandas as pd
 
-from qscale.columns import COLUMNS, Column
+from qscale.columns import COLUMNS
 from qscale.errors import FitError, TableError
+from qscale.fit.effects import Kind
 from qscale.fit.grouping import parse
 from qscale.fit.likelihood import Family
 from qscale.laws import Law
@@ -18,7 +19,6 @@ from qscale.table import require, require_numbers
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_FLAG = Column("", "flag", "", "")  # of columns that the table does not know
 FINEST_DELTA = 1e-5  # of the residuals' scale; below it the Huber loss has no scale of its own
 
 
@@ -82,7 +82,7 @@ def checked_probabilities(probabilities: object, kind: object) -> np.ndarray:
     FitError
         Naming what is wrong.
     """
-    check_choice("kind", kind, ("mean", "new_checkpoint"))
+    check_choice("kind", kind, get_args(Kind))
     try:
         found = np.asarray(probabilities, dtype=float)
     except (TypeError, ValueError):
@@ -136,7 +136,8 @@ def check_kinds(frame: pd.DataFrame, law: Law, name: str) -> None:
                 f"{name}: column {column!r} must hold plain numbers or text. Got {kind} instead; "
                 "convert it with astype(float) or astype(str)."
             )
-        if pd.api.types.is_bool_dtype(kind) and COLUMNS.get(column, _FLAG).kind == "number":
+        number = column in COLUMNS and COLUMNS[column].kind == "number"
+        if number and pd.api.types.is_bool_dtype(kind):
             raise TableError(f"{name}: column {column!r} must hold numbers. Got true and false.")
 
 

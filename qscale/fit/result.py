@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -23,7 +21,6 @@ from qscale.fit.effects import (
     mean_variance,
     offset_of,
     predictive,
-    shortened,
     with_offsets,
 )
 from qscale.fit.face import Results
@@ -38,8 +35,6 @@ if TYPE_CHECKING:
     from qscale.fit.calibration import Calibration
     from qscale.fit.effects import Kind
     from qscale.fit.record import Data, Interval, Search
-
-FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -379,34 +374,10 @@ class Fit(Results):
 
     def to_json(self) -> str:
         """Return the fit as JSON text."""
-        content = {
-            "format": FORMAT,
-            "law": self.law.spec(),
-            "parameters": self.values,
-            "intervals_90": json.loads(self.parameters().to_json(orient="index")),
-            "search": asdict(self.search),
-            "data": asdict(self.data),
-            "interval": self.interval,
-            "cov": shortened(self.cov),
-            "dof": shortened(self.dof),
-            "effects": self.effects.to_json(),
-            "profiles": None if self.profiles is None else shortened(self.profiles),
-            "calibration": None if self.calibration is None else self.calibration.to_json(),
-            "theta": self.theta.tolist(),
-            "draws": shortened(self.draws),
-            "versions": self.versions,
-        }
-        return json.dumps(_nulled(content), indent=None, allow_nan=False)
+        from qscale.fit.storage import to_json  # noqa: PLC0415 - it reads this class
+
+        return to_json(self)
 
     def save(self, path: str | Path) -> None:
         """Write the fit to a file, all or nothing."""
         write_text(path, self.to_json() + "\n")
-
-
-def _nulled(value: Any) -> Any:
-    """Put null for numbers that are not finite, such as the delta of least squares."""
-    if isinstance(value, dict):
-        return {key: _nulled(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_nulled(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

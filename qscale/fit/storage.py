@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ import numpy as np
 
 from qscale.errors import FitError
 from qscale.fit.calibration import Calibration
-from qscale.fit.effects import Effects
+from qscale.fit.effects import Effects, shortened
 from qscale.fit.record import Data, Search
-from qscale.fit.result import FORMAT, Fit
+from qscale.fit.result import Fit
 from qscale.laws import from_spec
+
+FORMAT = 2
 
 
 def load(path: str | Path) -> Fit:
@@ -37,7 +41,8 @@ def load(path: str | Path) -> Fit:
             f"{path}: format {version} is not known to this version of qscale; fit again."
         )
     try:
-        _ = [content["law"][key] for key in ("name", "target", "factors")]
+        # Of a law, a missing part is damage; what else is wrong with one says so itself.
+        _ = [content["law"][part] for part in ("name", "target", "factors")]
         fit = _rebuild(content)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise FitError(f"{path}: the fit in it is damaged ({error}); fit again.") from error
@@ -47,6 +52,37 @@ def load(path: str | Path) -> Fit:
     if shapes != ((size,), (size, size), (joint, joint)) or not np.isfinite(fit.theta).all():
         raise FitError(f"{path}: the fit in it is damaged (its parameters); fit again.")
     return fit
+
+
+def to_json(fit: Fit) -> str:
+    """Return what `from_json` reads; parameters and their intervals are for other readers."""
+    content = {
+        "format": FORMAT,
+        "law": fit.law.spec(),
+        "parameters": fit.values,
+        "intervals_90": json.loads(fit.parameters().to_json(orient="index")),
+        "search": asdict(fit.search),
+        "data": asdict(fit.data),
+        "interval": fit.interval,
+        "cov": shortened(fit.cov),
+        "dof": shortened(fit.dof),
+        "effects": fit.effects.to_json(),
+        "profiles": None if fit.profiles is None else shortened(fit.profiles),
+        "calibration": None if fit.calibration is None else fit.calibration.to_json(),
+        "theta": fit.theta.tolist(),
+        "draws": shortened(fit.draws),
+        "versions": fit.versions,
+    }
+    return json.dumps(_nulled(content), indent=None, allow_nan=False)
+
+
+def _nulled(value: Any) -> Any:
+    """Put null for numbers that are not finite, such as the delta of least squares."""
+    if isinstance(value, dict):
+        return {key: _nulled(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_nulled(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def from_json(text: str) -> Fit:

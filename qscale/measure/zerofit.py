@@ -124,6 +124,8 @@ class Agreement:
     backward_passes
         Backward passes over the curvature windows that the predictions cost, per checkpoint; 0 if
         the table has none, as along the error alone.
+    between
+        Lowest and highest bits that were compared.
     """
 
     form: str
@@ -132,11 +134,13 @@ class Agreement:
     rows: int
     left_out: int
     backward_passes: int
+    between: tuple[float, float]
 
     def __str__(self) -> str:
         """Return one sentence for a user."""
         if not self.rows and not self.left_out:
-            return "Zero-fit prediction: no row at 3 to 6 bits to hold it against."
+            low, high = self.between
+            return f"Zero-fit prediction: no row at {low:g} to {high:g} bits to hold it against."
         if not self.rows:
             return f"Zero-fit prediction: none of {self.left_out} rows is measured well enough."
         widths = ", ".join(f"{value:.2f} at {bits:g}" for bits, value in self.by_bits.items())
@@ -203,4 +207,5 @@ def agreement(
         rows=len(used),
         left_out=len(rows) - len(used),
         backward_passes=int(passes),
+        between=(low, high),
     )

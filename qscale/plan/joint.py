@@ -10,6 +10,7 @@ import numpy as np
 from qscale.errors import QscaleError
 from qscale.fit import Fit
 from qscale.fit.effects import with_new_levels
+from qscale.fit.options import check_count
 from qscale.laws import columns_of
 
 if TYPE_CHECKING:
@@ -116,8 +117,7 @@ def draws(fit: Fit, frame: pd.DataFrame, count: int, rng: np.random.Generator, k
     QscaleError
         If the count is no whole number above zero, or a bootstrap has too few refits.
     """
-    if not isinstance(count, int | np.integer) or count < 1:
-        raise QscaleError(f"draws must be a whole number, one or more. Got {count} instead.")
+    check_count("draws", count)
     found = joint(fit, frame, kind)
     p = len(fit.theta)
     values, vectors = np.linalg.eigh(found.cov)

@@ -81,13 +81,14 @@ def methods_paragraph(evidence: Evidence, group: Group) -> str:
         "gaussian": "the negative log of a Gaussian density",
         "student_t": "the negative log of Student's t density with 4 degrees of freedom",
     }[options.get("likelihood", "huber")]
-    noisy = _noisy(evidence)
-    if noisy < fit.data.rows:
+    noisy, measured = _noisy(evidence), len(evidence.rows)
+    if noisy < measured:
         whose = "of the other rows " if noisy else ""
         sentences.append(f"Parameters minimise the sum over {scale} {whose}of {loss}.")
     if noisy:
-        rows = "Each row" if noisy == fit.data.rows else plural(noisy, "row")
-        have = "has" if noisy in (1, fit.data.rows) else "have"
+        every = "measured row" if evidence.censored else "row"
+        rows = f"Each {every}" if noisy == measured else plural(noisy, "row")
+        have = "has" if noisy in (1, measured) else "have"
         sentences.append(
             f"{rows} with a known standard error {have} the likelihood of a Gaussian measurement "
             "of a target that scatters log-normally around the law."

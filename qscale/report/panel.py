@@ -183,7 +183,8 @@ def _slider(
         "high": high,
         "fitted": f"{_said(low)} to {_said(high)}",
         "ends": ends,
-        "plausible": [0.0, 1.0] if relative else _plausible(column),
+        # A rounded rate may be a little above its rounded peak.
+        "plausible": [0.0, max(1.0, high)] if relative else _plausible(column),
         "log": log,
     }
 

@@ -80,7 +80,8 @@ def held_out(
     Raises
     ------
     FitError
-        If a column is missing, or no test row can be scored or predicted.
+        If a column is missing, the split is of another table, given_rows is below zero, or no test
+        row can be scored or predicted.
     QscaleError
         If the model cannot be fitted to the training rows.
     """

@@ -62,7 +62,8 @@ def largest(frame: pd.DataFrame, column: str = "n_params", share: float = 0.25) 
     Raises
     ------
     FitError
-        If the column has fewer than three distinct values.
+        If the column is missing or has fewer than three distinct values, or the share is not
+        between 0 and 1.
     """
     _check_share(share)
     values = _distinct(frame, column, f"holding out the largest {column}")
@@ -78,7 +79,8 @@ def lowest(frame: pd.DataFrame, column: str = "bits", share: float = 0.25) -> Sp
     Raises
     ------
     FitError
-        If the column has fewer than three distinct values.
+        If the column is missing or has fewer than three distinct values, or the share is not
+        between 0 and 1.
     """
     _check_share(share)
     values = _distinct(frame, column, f"holding out the lowest {column}")
@@ -97,7 +99,8 @@ def expanding(frame: pd.DataFrame, column: str = "tokens", windows: int = 4) -> 
     Raises
     ------
     FitError
-        If the column has fewer than three distinct values.
+        If the column is missing or has fewer than three distinct values, or windows is no whole
+        number above zero.
     """
     check_count("windows", windows)
     values = _distinct(frame, column, f"an expanding window over {column}")

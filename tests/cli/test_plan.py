@@ -11,6 +11,7 @@ from scipy.stats import norm
 from qscale import table
 from qscale.cli import main
 from qscale.fit import fit
+from qscale.fit.shipped import find
 from qscale.laws import get
 from qscale.plan.mix import allocate
 from qscale.quantize.mix import Mix
@@ -129,6 +130,19 @@ def test_bits_of_a_checkpoint_by_its_own_curvature(data, capsys) -> None:
     assert "--text is about rtn" in mistake(capsys, *asked[:-2], "--method", "gptq")
     asked = ("bits", "--text", TEXT, "--tolerance", "1")
     assert "--text needs a checkpoint" in mistake(capsys, *asked)
+
+
+def test_bits_by_a_fit_that_reads_curvature_say_what_it_has_not_seen(data, capsys) -> None:
+    pytest.importorskip("torch")
+    asked = ("bits", "zero_fit_3_4_bits", CHECKPOINT, "--text", TEXT, "--context", "64", "--probes",
+             "2", "--tolerance", "0.001", "-o", "bits.csv", "--bits")  # fmt: skip
+    out = " ".join(run(capsys, *asked, "3,8").split())
+    written = pd.read_csv("bits.csv")
+    fitted = find("zero_fit_3_4_bits")
+    expected = fitted.values["c"] * written["quadratic_delta"]
+    np.testing.assert_allclose(written["delta_loss"], expected)
+    assert "fewest bits within" in out.lower()
+    assert "is below the fitted range" in out  # 8 bits cost less than any row it was fitted to
 
 
 @pytest.mark.parametrize(
