@@ -84,7 +84,8 @@ def joined(
     )
     loss = subject.known.get("loss_fp")
     guessed = guessing(found["bits"], found["delta_loss"], loss, subject.symbols)
-    return found, [*why, *_meaning(found), *_unused(found), *_disagreeing(found), *guessed]
+    said = [*_meaning(found), *_unused(found), *_disagreeing(found)]
+    return found, [*why, *said, *_beyond_tested(subject, found), *guessed]
 
 
 def show(found: pd.DataFrame, notes: Sequence[str], by: str) -> None:
@@ -183,6 +184,23 @@ def _unused(found: pd.DataFrame) -> list[str]:
         f"curvature is not used at {widths(part['bits'])} bits: {why}."
         for why, part in without.groupby("why_not", sort=False)
     ]
+
+
+def _beyond_tested(subject: Subject, found: pd.DataFrame) -> list[str]:
+    """Say that curvature counts for a model of a size on which its error was not tested."""
+    from qscale.predict import sizes_tested  # noqa: PLC0415
+
+    sizes, size = sizes_tested(), subject.known.get("n_params")
+    if sizes is None or size is None or not (found["weight"] > 0).any():
+        return []
+    low, high = sizes
+    if low <= size <= high:
+        return []
+    sentence = (
+        f"the error of curvature was tested on models of {number(low, 3)} to {number(high, 3)} "
+        f"parameters; at {number(size, 3)} it is taken to be the same: measure one setting."
+    )
+    return [sentence]
 
 
 def _disagreeing(found: pd.DataFrame) -> list[str]:

@@ -2,7 +2,7 @@
 
 from qscale.fit.prediction import predict
 from qscale.predict.choose import Candidate, candidates, reasons
-from qscale.predict.combine import combine, normal_log, zero_fit_prediction
+from qscale.predict.combine import combine, normal_log, sizes_tested, zero_fit_prediction
 from qscale.predict.explain import contributions
 from qscale.predict.observe import Verdict, judge, judge_interval, percentile
 from qscale.predict.support import FAR, furthest, outside, unread
@@ -22,6 +22,7 @@ __all__ = [
     "percentile",
     "predict",
     "reasons",
+    "sizes_tested",
     "unread",
     "zero_fit_prediction",
 ]

@@ -70,7 +70,7 @@ def zero_fit_prediction(rows: pd.DataFrame, fits: Mapping[str, Fit] | None = Non
     """
     require(rows, ("bits", "method", "fmt", "quadratic_delta"), "zero-fit rows")
     known = load_all() if fits is None else fits
-    tested = [fit for fit in known.values() if fit.columns == ("quadratic_delta",)]
+    tested = _tested(known)
     servers = [_server(row, tested) for _, row in rows.iterrows()]
     mean, sd = np.full(len(rows), np.nan), np.full(len(rows), np.nan)
     for one in tested:
@@ -82,6 +82,29 @@ def zero_fit_prediction(rows: pd.DataFrame, fits: Mapping[str, Fit] | None = Non
         sd = np.hypot(sd, share.to_numpy(dtype=float, na_value=0.0))
     why_not = [why for _, why in servers]
     return pd.DataFrame({"log_mean": mean, "log_sd": sd, "why_not": why_not})
+
+
+def sizes_tested(fits: Mapping[str, Fit] | None = None) -> tuple[float, float] | None:
+    """Smallest and largest model, parameters, on which `zero_fit_prediction` was tested.
+
+    Parameters
+    ----------
+    fits
+        As for `zero_fit_prediction`.
+
+    Returns
+    -------
+    tuple of float, or None
+        Non-embedding parameters; None if no fit says.
+    """
+    ranges = [fit.data.ranges for fit in _tested(load_all() if fits is None else fits)]
+    edges = [edge for found in ranges for edge in found.get("n_params", ())]
+    return (min(edges), max(edges)) if edges else None
+
+
+def _tested(fits: Mapping[str, Fit]) -> list[Fit]:
+    """Fits that hold how far the prediction from curvature was off."""
+    return [fit for fit in fits.values() if fit.columns == ("quadratic_delta",)]
 
 
 def _gaps(fit: Fit, value: pd.Series) -> list[str]:

@@ -178,6 +178,7 @@ def test_curvature_is_not_joined_with_a_law_far_outside_its_data(capsys, tmp_pat
     assert "curvature is not used at 2 bits: tested at 3 to 8 bits only, not 2." in out
     assert re.search(r"times outside its fitted range in tokens: at 2, 4 bits it is shown", out)
     assert "joined is curvature alone, times the factor" in out
+    assert "was tested on models of" not in out  # of this size it was
     assert "at 2 bits joined is left blank" in out
     assert "the loss predicted at 2, 4 bits is above the loss of guessing, ln(256) = 5.55" in out
     assert out.index("joined") < out.index("Law kumar")  # the answer comes first
@@ -200,6 +201,7 @@ def test_curvature_is_joined_with_a_law_inside_its_data(capsys, tmp_path) -> Non
     two, four = (row for _, row in table.read(path).iterrows())
     assert two["delta_loss"] == pytest.approx(two["by_law"])  # 2 bits are near the law's 3
     assert 0.0 < four["weight"] < 1.0
+    assert "tested on models of 4.43e+05 to 1.06e+08 parameters; at 7e+09 it is taken" in out
     ends = sorted([four["corrected"], four["by_law"]])
     assert ends[0] < four["delta_loss"] < ends[1]
 
